@@ -1,0 +1,1 @@
+"""Enwik8 and other bytes: data and the command line."""
