@@ -1,0 +1,60 @@
+"""What causal linear attention remembers of the tokens it has seen."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+class State(NamedTuple):
+    """The running sums of causal linear attention: constant in size, float32 or wider.
+
+    Attributes:
+        kv: Σ_s R_s φ(k_s) v_sᵀ exp(-log_scale).
+        key_sum: Σ_s φ(k_s) exp(-log_scale), never rotated.
+        position: Position of the next token, in tokens; rows of a batch may differ.
+        log_scale: Logarithm of what the sums are divided by, the largest of the keys' log-scales
+            so far; 0 where the keys carry none.
+    """
+
+    kv: Float[Tensor, "b h m e"]
+    key_sum: Float[Tensor, "b h m"]
+    position: Int[Tensor, " b"]
+    log_scale: Float[Tensor, "b h"]
+
+
+def empty_state(
+    query_features: Float[Tensor, "b h n m"], value: Float[Tensor, "b h n e"], *, has_log_scale: bool
+) -> State:
+    """Return the state before the first token, in the dtype and on the device of the features."""
+    b, h, _, m = query_features.shape
+    zeros = query_features.new_zeros
+    # The least finite number instead of -inf: a row whose every key is masked must not form inf - inf.
+    floor = torch.finfo(query_features.dtype).min if has_log_scale else 0.0
+    return State(
+        kv=zeros(b, h, m, value.shape[-1]),
+        key_sum=zeros(b, h, m),
+        position=zeros(b, dtype=torch.long),
+        log_scale=query_features.new_full((b, h), floor),
+    )
+
+
+class Inputs(NamedTuple):
+    """What every backend receives: checked, masked, rotated, and in one dtype of float32 or wider."""
+
+    query: Float[Tensor, "b h n m"]
+    key: Float[Tensor, "b h s m"]
+    rotated_query: Float[Tensor, "b h n m"]
+    rotated_key: Float[Tensor, "b h s m"]
+    value: Float[Tensor, "b h s e"]
+    log_scale: Float[Tensor, "b h s"] | None
+
+
+def divide(numerator: Float[Tensor, "b h n e"], normalizer: Float[Tensor, "b h n"]) -> Float[Tensor, "b h n e"]:
+    """numerator / normalizer, and 0 where there is nothing to attend to (the normalizer is 0)."""
+    # Below the smallest normal number a reciprocal overflows, and its gradient with it.
+    nothing = (normalizer.abs() < torch.finfo(normalizer.dtype).tiny)[..., None]
+    return (numerator / normalizer[..., None].masked_fill(nothing, 1.0)).masked_fill(nothing, 0.0)

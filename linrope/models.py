@@ -1,0 +1,204 @@
+"""A language model over bytes, with attention to choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from linrope.feature_maps import redraw_feature_maps
+from linrope.layers import LinearAttention
+from linrope.rotary import inv_freq
+
+NUM_BYTES = 256
+
+
+def default_attention(d_model: int) -> LinearAttention:
+    """Linear attention with elu(x) + 1 and heads of 32."""
+    return LinearAttention(d_model, max(1, d_model // 32))
+
+
+class ByteTransformer(nn.Module):
+    """A pre-norm Transformer decoder over raw bytes.
+
+    Args:
+        num_layers: Number of blocks.
+        d_model: Width.
+        attention: Factory that gets d_model and makes a block's attention: any module with
+            ``layer(x)``, and with ``layer.stream(x, state) -> (x, state)`` where ``state.position`` is
+            the position of the next token, if the model is to stream.
+        positions: Absolute positions added to the byte embeddings: None, ``"learned"`` (up to
+            ``seq_len``) or ``"sinusoidal"``. A rotation is the attention's own affair.
+        seq_len: Largest number of tokens that learned positions know; no limit otherwise.
+        mlp_ratio: Width of the hidden layer of each block's MLP, in d_model.
+        dropout: Probability of dropping an activation that a block adds.
+
+    Raises:
+        ValueError: A size below 1, an unknown ``positions``, an odd width with sinusoidal positions.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        d_model: int,
+        attention: Callable[[int], nn.Module] = default_attention,
+        positions: Literal["learned", "sinusoidal"] | None = None,
+        seq_len: int = 1024,
+        mlp_ratio: int = 4,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        for name, size in (("num_layers", num_layers), ("d_model", d_model), ("seq_len", seq_len)):
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        if positions not in (None, "learned", "sinusoidal"):
+            raise ValueError(f"positions must be None, 'learned' or 'sinusoidal', got {positions!r}")
+        if positions == "sinusoidal" and d_model % 2:
+            raise ValueError(f"sinusoidal positions need an even d_model, got {d_model}")
+        self.positions, self.seq_len = positions, seq_len
+        self.embedding = nn.Embedding(NUM_BYTES, d_model)
+        self.position_embedding = nn.Embedding(seq_len, d_model) if positions == "learned" else None
+        self.blocks = nn.ModuleList(Block(d_model, attention(d_model), mlp_ratio, dropout) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(d_model)
+        self.head = nn.Linear(d_model, NUM_BYTES, bias=False)
+        self._initialize()
+        redraw_feature_maps(self, step=0)
+
+    def _initialize(self) -> None:
+        """GPT-2's initialisation: N(0, 0.02²), residual outputs narrower by √(2·layers)."""
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2 and name.startswith(("embedding", "position_embedding", "head")):
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: Int[Tensor, "b n"]) -> Float[Tensor, "b n 256"]:
+        """Logits of the byte that follows each of ``tokens``, raw bytes 0…255.
+
+        Raises:
+            ValueError: ``tokens`` are not ``(b, n)`` integers, or more than learned positions know.
+        """
+        x = self._embed(tokens, torch.arange(tokens.shape[-1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def stream(
+        self, tokens: Int[Tensor, "b n"], states: Sequence[Any] | None = None
+    ) -> tuple[Float[Tensor, "b n 256"], tuple[Any, ...]]:
+        """Logits of the next tokens, given the ``states`` that the call before returned (one a layer).
+
+        Raises:
+            ValueError: As in :meth:`forward`.
+        """
+        positions = torch.arange(tokens.shape[-1], device=tokens.device)
+        if states is not None:
+            positions = states[0].position[:, None] + positions
+        x = self._embed(tokens, positions)
+        new_states = []
+        for block, state in zip(self.blocks, states or [None] * len(self.blocks), strict=True):
+            x, state = block.stream(x, state)  # type: ignore[operator]
+            new_states.append(state)
+        return self.head(self.norm(x)), tuple(new_states)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt: Int[Tensor, "b n"],
+        num_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Int[Tensor, "b n+num_tokens"]:
+        """Continue ``prompt`` byte by byte, in memory that does not grow if the attention's state does not.
+
+        Args:
+            prompt: Raw bytes, at least one.
+            num_tokens: Bytes to add.
+            temperature: Divides the logits; 0 takes the likeliest byte.
+            top_k: Draw from the k likeliest bytes alone.
+            generator: Source of randomness, on the device of ``prompt``.
+
+        Returns:
+            The prompt and what follows it, int64.
+
+        Raises:
+            ValueError: An empty prompt, a negative ``temperature`` or ``num_tokens``, ``top_k`` below 1.
+        """
+        if prompt.ndim != 2 or prompt.shape[1] < 1:
+            raise ValueError(f"prompt must be (b, n) with n of at least 1, got {tuple(prompt.shape)}")
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens must not be negative, got {num_tokens}")
+        tokens = [prompt.long()]
+        states = None
+        for _ in range(num_tokens):
+            logits, states = self.stream(tokens[-1], states)
+            tokens.append(sample(logits[:, -1], temperature, top_k, generator)[:, None])
+        return torch.cat(tokens, dim=1)
+
+    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        if tokens.ndim != 2 or tokens.is_floating_point():
+            raise ValueError(f"tokens must be (b, n) integers, got {tokens.dtype} of shape {tuple(tokens.shape)}")
+        x = self.embedding(tokens.long())
+        if self.position_embedding is not None:
+            if tokens.shape[1] > self.seq_len:
+                raise ValueError(f"learned positions know {self.seq_len} tokens, got {tokens.shape[1]}")
+            x = x + self.position_embedding(positions)
+        elif self.positions == "sinusoidal":
+            x = x + sinusoids(positions, x.shape[-1]).to(x.dtype)
+        return x
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, d_model: int, attention: nn.Module, mlp_ratio: int, dropout: float) -> None:
+        super().__init__()
+        self.attention = attention
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+        self.mlp = nn.Sequential(
+            nn.Linear(d_model, mlp_ratio * d_model), nn.GELU(), nn.Linear(mlp_ratio * d_model, d_model)
+        )
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Float[Tensor, "b n d_model"]) -> Float[Tensor, "b n d_model"]:
+        """Mix tokens, then features."""
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+    def stream(self, x: Float[Tensor, "b n d_model"], state: Any) -> tuple[Float[Tensor, "b n d_model"], Any]:
+        """:meth:`forward` for the next tokens, with the attention's state in and out."""
+        attended, state = self.attention.stream(self.attention_norm(x), state)  # type: ignore[operator]
+        x = x + self.dropout(attended)
+        return x + self.dropout(self.mlp(self.mlp_norm(x))), state
+
+
+def sinusoids(positions: Int[Tensor, "*b n"], width: int) -> Float[Tensor, "*b n width"]:
+    """sin and cos of position times frequency, interleaved, in float64 (so exact at large positions).
+
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.5.
+    """
+    angle = positions.to(torch.float64)[..., None] * inv_freq(width, 10_000.0, device=positions.device)
+    return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2)
+
+
+def sample(
+    logits: Float[Tensor, "b v"],
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Int[Tensor, " b"]:
+    """Draw one token from each row of ``logits``; arguments as in :meth:`ByteTransformer.generate`."""
+    if not temperature >= 0:
+        raise ValueError(f"temperature must not be negative, got {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must keep at least 1 token, got {top_k}")
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits.float() / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        least = logits.topk(top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
