@@ -1,0 +1,201 @@
+"""What happens around a training step: randomness, projections, records, the progress bar."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import Callback, TQDMProgressBar
+
+from linrope import redraw_feature_maps
+from tasks.language_modeling import LanguageModeling, NonFiniteError, bits
+from tasks.environment import environment, peak_memory
+from tasks.run_directory import RunDirectory
+
+
+class Randomness(Callback):
+    """Make all that is random in a training step a function of (seed, step), so that resuming needs no replay.
+
+    Dropout, and projections that a network draws within forward, see a generator seeded for the batch;
+    the projections of linrope's feature maps are redrawn after the optimizer steps at which they are due.
+
+    Args:
+        seed: Of the run.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._step = self._batch = 0
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:  # noqa: D102
+        self._step = trainer.global_step
+        self._batch = trainer.global_step * trainer.accumulate_grad_batches
+
+    def on_train_batch_start(self, trainer: lightning.Trainer, *args: Any) -> None:  # noqa: D102
+        torch.manual_seed(hash((self.seed, self._batch, trainer.global_rank)) & (2**63 - 1))
+        self._batch += 1
+
+    def on_train_batch_end(  # noqa: D102
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *args: Any
+    ) -> None:
+        if trainer.global_step != self._step:
+            self._step = trainer.global_step
+            redraw_feature_maps(pl_module, self._step)
+
+
+class Checkpoints(Callback):
+    """Keep the last checkpoint, written aside and renamed, so that a run can be interrupted at any moment.
+
+    It is taken as the next step begins, when the validation of the step before is done and Lightning's
+    counters agree, and at the end.
+
+    Args:
+        run: Where the run leaves its files.
+        every: Optimizer steps between two checkpoints.
+    """
+
+    def __init__(self, run: RunDirectory, every: int) -> None:
+        self.run, self.every = run, every
+        self._saved_step = -1
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:  # noqa: D102
+        self._saved_step = trainer.global_step
+
+    def on_train_batch_start(self, trainer: lightning.Trainer, *args: Any) -> None:  # noqa: D102
+        if trainer.global_step % self.every == 0:
+            self._save(trainer)
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:  # noqa: D102
+        self._save(trainer)
+
+    def _save(self, trainer: lightning.Trainer) -> None:
+        if trainer.global_step != self._saved_step:
+            self._saved_step = trainer.global_step
+            trainer.save_checkpoint(self.run.checkpoint)
+
+
+class Recorder(Callback):
+    """Write one row of metrics an optimizer step, and run.json whenever an evaluation or the run ends.
+
+    Args:
+        run: Where the run leaves its files.
+        is_fitting: Whether evaluations are part of a training run; others are only kept in ``result``.
+    """
+
+    def __init__(self, run: RunDirectory, is_fitting: bool) -> None:
+        self.run, self.is_fitting = run, is_fitting
+        self.seconds = 0.0
+        self.validated_step = -1
+        self.result: dict[str, Any] = {}
+        self._step, self._tokens, self._start = 0, 0, 0.0
+        self._losses: list[torch.Tensor] = []
+        self._step_seconds = 0.0
+
+    def state_dict(self) -> dict[str, Any]:  # noqa: D102
+        return {"seconds": self.seconds, "tokens": self._tokens}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: D102
+        self.seconds, self._tokens = state_dict["seconds"], state_dict["tokens"]
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:  # noqa: D102
+        self._step = trainer.global_step
+        self.run.metrics.rewind(self._step)
+
+    def on_train_batch_start(self, *args: Any) -> None:  # noqa: D102
+        self._start = time.perf_counter()
+
+    def on_train_batch_end(  # noqa: D102
+        self, trainer: lightning.Trainer, pl_module: LanguageModeling, outputs: Any, batch: torch.Tensor, batch_idx: int
+    ) -> None:
+        self._losses.append(outputs["loss"].detach() * trainer.accumulate_grad_batches)
+        if trainer.global_step == self._step:  # gradients are still being accumulated
+            self._step_seconds += time.perf_counter() - self._start
+            return
+        loss = trainer.strategy.reduce(torch.stack(self._losses).mean(), reduce_op="mean").item()
+        self._step_seconds += time.perf_counter() - self._start
+        self._step = trainer.global_step
+        self.seconds += self._step_seconds
+        batches = trainer.world_size * trainer.accumulate_grad_batches
+        self._tokens = batch.shape[0] * (batch.shape[1] - 1) * batches
+        row = {
+            "tokens": self._tokens * self._step,
+            "seconds": round(self.seconds, 4),
+            "train/loss": loss,
+            "train/bpc": bits(loss),
+            "lr": trainer.optimizers[0].param_groups[0]["lr"],
+            "grad_norm": pl_module.grad_norm,
+            "tokens_per_second": round(self._tokens / self._step_seconds, 1),
+        }
+        self._losses, self._step_seconds = [], 0.0
+        self._log(trainer, row)
+        pl_module.log_dict(
+            {"loss": loss, "bpc": row["train/bpc"], "tokens/s": row["tokens_per_second"]}, prog_bar=True, logger=False
+        )
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:  # noqa: D102
+        self._evaluated(trainer, pl_module, "val", "validation")
+
+    def on_test_end(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:  # noqa: D102
+        self._evaluated(trainer, pl_module, "test", "test")
+
+    def on_save_checkpoint(self, *args: Any) -> None:
+        """Rows reach the disk before the checkpoint that counts them as done."""
+        self.run.metrics.save()
+
+    def on_exception(self, trainer: lightning.Trainer, pl_module: LanguageModeling, exception: BaseException) -> None:
+        """Keep the rows; say at which step a loss or gradient stopped being finite, and what is left."""
+        self.run.metrics.save()
+        if isinstance(exception, NonFiniteError):
+            last = self.run.last_checkpoint
+            exception.args = (
+                f"optimizer step {trainer.global_step + 1} of {self.run.path}: {exception}; last good checkpoint: "
+                f"{last or 'none yet'}. A lower learning rate or a tighter --trainer.gradient_clip_val may help.",
+            )
+
+    def _evaluated(self, trainer: lightning.Trainer, pl_module: LanguageModeling, key: str, split: str) -> None:
+        if key not in pl_module.scored:
+            return
+        loss, targets = pl_module.scored[key]
+        step = max(self._step, trainer.global_step)
+        measured = trainer.datamodule.measurement(split) | {"bytes_scored": targets}  # type: ignore[attr-defined]
+        self.result = {"bpc": bits(loss), "loss": loss, "step": step} | measured
+        if not self.is_fitting:
+            return
+        self._step = self.validated_step = step
+        self._log(trainer, {f"{key}/loss": loss, f"{key}/bpc": bits(loss)})
+        self.run.metrics.save()
+        if trainer.is_global_zero:
+            self.run.update({"validation": self.result} | self._facts(trainer, pl_module))
+
+    def _facts(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> dict[str, Any]:
+        corpus = trainer.datamodule.corpus  # type: ignore[attr-defined]
+        return {
+            "steps": self._step,
+            "tokens": self._tokens * self._step,
+            "seconds": round(self.seconds, 3),
+            "tokens_per_second": round(self._tokens * self._step / self.seconds, 1) if self.seconds else None,
+            "parameters": sum(p.numel() for p in pl_module.network.parameters()),
+            "peak_memory_bytes": peak_memory(pl_module.device),
+            "data": {"name": corpus.name, "size": corpus.size, "sha256": corpus.sha256},
+            "precision": trainer.precision,
+            "processes": trainer.world_size,
+        } | environment(pl_module.device)
+
+    def _log(self, trainer: lightning.Trainer, row: dict[str, float]) -> None:
+        for logger in trainer.loggers:
+            logger.log_metrics(row, step=self._step)
+
+
+class ProgressBar(TQDMProgressBar):
+    """Loss, bpc and tokens/s as they come, in a terminal; silent where nobody looks."""
+
+    def __init__(self) -> None:
+        super().__init__(refresh_rate=5 if sys.stderr.isatty() else 0)
+
+    def get_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # noqa: D102
+        metrics = super().get_metrics(*args, **kwargs)
+        metrics.pop("v_num", None)
+        return metrics

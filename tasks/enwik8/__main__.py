@@ -1,0 +1,184 @@
+"""``python -m tasks.enwik8 fit|validate|test|predict``: byte models from the command line."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from tasks.callbacks import Checkpoints, ProgressBar, Randomness, Recorder
+from tasks.enwik8.data import ByteData
+from tasks.language_modeling import LanguageModeling, NonFiniteError
+from tasks.run_directory import RunDirectory, RunError
+
+_TRAINER_DEFAULTS = {
+    "max_steps": 600,
+    "max_epochs": -1,  # training batches have no end
+    "check_val_every_n_epoch": None,
+    "val_check_interval": 100,
+    "num_sanity_val_steps": 0,
+    "use_distributed_sampler": False,  # ByteData deals out batches and windows itself
+    "enable_checkpointing": False,  # tasks.callbacks.Checkpoints does it
+    "enable_model_summary": False,
+}
+
+
+class Enwik8CLI(LightningCLI):
+    """LightningCLI whose runs live in a folder of their own, go on where they stopped and record what they did."""
+
+    def __init__(self, args: Sequence[str] | None = None) -> None:
+        super().__init__(
+            LanguageModeling,
+            ByteData,
+            save_config_callback=None,
+            seed_everything_default=0,
+            trainer_defaults=_TRAINER_DEFAULTS,
+            args=_with_hyperparameters(list(sys.argv[1:] if args is None else args)),
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add what is not the trainer's, the model's or the data's."""
+        parser.add_argument(
+            "--run_dir",
+            default="runs/enwik8/default/seed-0",
+            help="folder of the run, runs/<experiment>/<arm>/seed-<k>; the same call goes on where it stopped",
+        )
+        parser.add_argument("--checkpoint_every", type=int, default=200, help="optimizer steps between two checkpoints")
+        parser.link_arguments("seed_everything", "data.seed")
+
+    def _parse_ckpt_path(self) -> None:
+        """A checkpoint's hyperparameters were made defaults before parsing, so that the call can overrule them."""
+
+    def before_instantiate_classes(self) -> None:
+        """Refuse, before anything is built, a folder that belongs to another run; find what to go on from."""
+        config = self.config[self.subcommand]
+        self.run_directory = RunDirectory(Path(config.run_dir))
+        self.is_fitting = self.subcommand == "fit"
+        if not self.is_fitting:
+            return
+        if config.trainer.max_steps < 1:
+            raise RunError(
+                f"training batches have no end: --trainer.max_steps must be at least 1, got {config.trainer.max_steps}"
+            )
+        if config.checkpoint_every < 1:
+            raise RunError(f"--checkpoint_every must be at least 1, got {config.checkpoint_every}")
+        text = self.parser.dump(self.config, skip_none=False)
+        settings = yaml.safe_dump(yaml.safe_load(text)["fit"], sort_keys=False)
+        if config.ckpt_path:
+            self.run_directory.replace_config(settings)
+            return
+        self.run_directory.save_config(settings)
+        if self.run_directory.is_finished:
+            print(f"{self.run_directory.path} is finished: {_sentence(self.run_directory.info['validation'])}")
+            sys.exit(0)
+        last = self.run_directory.last_checkpoint
+        config.ckpt_path = str(last) if last else None
+
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        """Build the trainer with the callbacks and loggers that make a run's folder."""
+        config = self.config_init[self.subcommand]
+        self.recorder = Recorder(self.run_directory, self.is_fitting)
+        own = [self.recorder, ProgressBar()]
+        loggers: Any = False
+        if self.is_fitting:
+            path = self.run_directory.path
+            loggers = [self.run_directory.metrics, TensorBoardLogger(path, name="", version="tensorboard")]
+            own += [
+                Randomness(config.seed_everything),
+                Checkpoints(self.run_directory, config.checkpoint_every),
+            ]
+        callbacks = [*(config.trainer.callbacks or []), *own]
+        return super().instantiate_trainer(
+            default_root_dir=str(self.run_directory.path), logger=loggers, callbacks=callbacks, **kwargs
+        )
+
+    def after_fit(self) -> None:
+        """Measure where the last step has not been, and close the record."""
+        trainer, run = self.trainer, self.run_directory
+        if trainer.global_step < trainer.max_steps:
+            return
+        if self.recorder.validated_step != trainer.global_step:
+            trainer.validate(self.model, datamodule=self.datamodule, verbose=False)
+        if trainer.is_global_zero:
+            experiment, arm = run.path.resolve().parts[-3:-1]
+            names = {"experiment": experiment, "arm": arm, "seed": self.config_init.fit.seed_everything}
+            run.update(names | {"finished": True})
+            print(f"{run.path}: {_sentence(run.info['validation'])}")
+
+    def after_validate(self) -> None:
+        """Say what was measured, and keep it beside the run it belongs to."""
+        self._keep("validation")
+
+    def after_test(self) -> None:
+        """As :meth:`after_validate`."""
+        self._keep("test")
+
+    def _keep(self, split: str) -> None:
+        result = self.recorder.result
+        if not self.trainer.is_global_zero or not result:
+            return
+        print(f"{split}: {_sentence(result)}")
+        if self.run_directory.info:
+            earlier = self.run_directory.info.get("evaluations", [])
+            self.run_directory.update({"evaluations": [*earlier, result]})
+
+
+def _sentence(result: dict[str, Any]) -> str:
+    return (
+        f"{result['bpc']:.4f} bpc on the {result['split']} split of {result['data']} "
+        f"({result['bytes_scored']:,} bytes scored, {result['evaluation']}, "
+        f"context {result['context']:,}, stride {result['stride']:,})"
+    )
+
+
+def _with_hyperparameters(args: list[str]) -> list[str]:
+    """Put the model of ``--ckpt_path`` in front of all other settings, so that it holds unless told otherwise."""
+    paths = [b for a, b in zip(args, args[1:], strict=False) if a == "--ckpt_path"]
+    paths += [a.partition("=")[2] for a in args if a.startswith("--ckpt_path=")]
+    if not paths or not Path(paths[-1]).is_file():
+        return args
+    hyperparameters = load_checkpoint(Path(paths[-1])).get("hyper_parameters", {})
+    hyperparameters.pop("_instantiator", None)
+    if not hyperparameters:
+        return args
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False) as file:
+        yaml.safe_dump({"model": hyperparameters}, file)
+    return [args[0], "--config", file.name, *args[1:]]
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Load a checkpoint's tensors and plain values; no code in it is run.
+
+    Raises:
+        RunError: The file is cut short, or no checkpoint.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise RunError(f"{path} is not a whole checkpoint: {first}") from error
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command; a fault of the call ends in one message and an exit status that is not 0."""
+    try:
+        Enwik8CLI(args)
+    except (RunError, NonFiniteError, ValueError, OSError, RuntimeError) as error:
+        if os.environ.get("LINROPE_TRACEBACK"):
+            raise
+        message = str(error).replace("\n\t", "\n  ")
+        print(f"error: {message}\n(LINROPE_TRACEBACK=1 shows where)", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""Next-byte prediction as a LightningModule: loss, bits per byte, optimizer, schedule."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import lightning
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or a gradient is infinite or NaN."""
+
+
+class LanguageModeling(lightning.LightningModule):
+    """Train and evaluate a ``network`` that maps bytes ``(b, n)`` to logits ``(b, n, 256)``.
+
+    AdamW; the learning rate rises linearly over ``warmup_steps`` optimizer steps, then follows a half
+    cosine down to ``final_lr_fraction`` of itself at the trainer's last step.
+
+    Args:
+        network: Any module ``tokens -> logits``; with ``stream(tokens, states) -> (logits, states)``
+            it can also be evaluated with its state carried through the whole split.
+        learning_rate: Peak learning rate.
+        weight_decay: Of weight matrices; gains, biases and embeddings have none.
+        betas: AdamW's decay rates of the first and second moment.
+        warmup_steps: Optimizer steps until the peak.
+        final_lr_fraction: Learning rate at the last step, as a fraction of the peak.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        learning_rate: float = 1e-3,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        warmup_steps: int = 50,
+        final_lr_fraction: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, betas
+        self.warmup_steps, self.final_lr_fraction = warmup_steps, final_lr_fraction
+        self.grad_norm = math.nan
+        self.scored: dict[str, tuple[float, int]] = {}
+        self._states: Any = None
+
+    def training_step(self, tokens: Tensor, batch_index: int) -> Tensor:
+        """Mean cross-entropy in nats of ``tokens[:, 1:]`` given what stands before; ``tokens`` are (b, n + 1)."""
+        loss = mean_loss(self.network(tokens[:, :-1]), tokens[:, 1:])
+        if not torch.isfinite(loss):
+            culprit = first_non_finite_module(self.network, tokens[:, :-1])
+            raise NonFiniteError(
+                f"the loss is {loss.item()}; first non-finite output: {culprit or 'none, the loss alone'}"
+            )
+        return loss
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip as the trainer is told, and keep the norm from before in ``grad_norm``."""
+        parameters = {name: p for name, p in self.network.named_parameters() if p.grad is not None}
+        by_norm = gradient_clip_val and gradient_clip_algorithm in (None, "norm")
+        limit = gradient_clip_val if by_norm and gradient_clip_val else math.inf
+        self.grad_norm = nn.utils.clip_grad_norm_(parameters.values(), limit).item()
+        # A scaler for float16 skips such a step by itself and lowers its scale.
+        if not math.isfinite(self.grad_norm) and self.trainer.precision != "16-mixed":
+            name = next((n for n, p in parameters.items() if not p.grad.isfinite().all()), "their norm alone")  # type: ignore[union-attr]
+            raise NonFiniteError(f"the gradients are not finite, first: {name}")
+        if gradient_clip_val and not by_norm:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def on_validation_epoch_start(self) -> None:
+        """Forget the last evaluation."""
+        self._nats = torch.zeros((), dtype=torch.float64)
+        self._targets = torch.zeros((), dtype=torch.float64)
+        self._states = None
+
+    def validation_step(self, batch: tuple[Tensor, int, bool], batch_index: int) -> None:
+        """Add up the nats of the batch's targets; see ``tasks.enwik8.data.EvalBatch``."""
+        tokens, first, carries_state = batch
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        if self._streams():
+            logits, self._states = self.network.stream(inputs, self._states if carries_state else None)  # type: ignore[operator]
+        else:
+            logits = self.network(inputs)
+        nats = cross_entropy(logits[:, first:].mT.float(), targets[:, first:], reduction="none")
+        self._nats += nats.sum(dtype=torch.float64).cpu()
+        self._targets += nats.numel()
+
+    def on_validation_epoch_end(self) -> None:
+        """Nats per target over the whole split, each target once, whatever the batches and processes."""
+        self._finish("val")
+
+    on_test_epoch_start = on_validation_epoch_start
+    test_step = validation_step
+
+    def on_test_epoch_end(self) -> None:
+        """As :meth:`on_validation_epoch_end`."""
+        self._finish("test")
+
+    def _streams(self) -> bool:
+        streams = getattr(self.trainer.datamodule, "evaluation", "windows") == "stream"  # type: ignore[attr-defined]
+        if streams and not hasattr(self.network, "stream"):
+            raise ValueError(
+                f"evaluation='stream' needs a network with a stream method, {type(self.network).__name__} has none; "
+                "use --data.evaluation=windows"
+            )
+        return streams
+
+    def _finish(self, name: str) -> None:
+        reduce = self.trainer.strategy.reduce
+        nats = reduce(self._nats.to(torch.float64), reduce_op="sum")
+        targets = reduce(self._targets, reduce_op="sum")
+        self._states = None
+        if targets == 0:
+            return
+        loss = float(nats / targets)
+        self.scored[name] = (loss, int(targets))
+        self.log_dict({f"{name}/loss": loss, f"{name}/bpc": bits(loss)}, prog_bar=True, logger=False)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """AdamW with warm-up and cosine by optimizer step."""
+        embeddings = {id(p) for m in self.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+        decayed, others = [], []
+        for parameter in self.network.parameters():
+            is_matrix = parameter.ndim >= 2 and id(parameter) not in embeddings
+            (decayed if is_matrix else others).append(parameter)
+        groups = [{"params": decayed, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas)
+        num_steps = int(self.trainer.estimated_stepping_batches)
+
+        def factor(step: int) -> float:
+            return learning_rate_factor(step, num_steps, self.warmup_steps, self.final_lr_fraction)
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in nats of ``targets`` (b, n) under ``logits`` (b, n, v), in float32 or wider."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return cross_entropy(wide.flatten(0, 1), targets.flatten())
+
+
+def bits(nats: float) -> float:
+    """Bits per byte (bpc) of a loss in nats per byte."""
+    return nats / math.log(2)
+
+
+def learning_rate_factor(step: int, num_steps: int, warmup_steps: int, final: float) -> float:
+    """Fraction of the peak at optimizer step ``step`` = 0, 1, …: a linear rise, then a half cosine to ``final``."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, num_steps - 1 - warmup_steps))
+    return final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2
+
+
+@torch.no_grad()
+def first_non_finite_module(network: nn.Module, tokens: Tensor) -> str | None:
+    """Name of the first module, in order of computation, whose output is not finite; innermost first."""
+    culprits: list[str] = []
+
+    def watch(name: str):  # noqa: ANN202
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and output.is_floating_point() and not output.isfinite().all():
+                culprits.append(f"{name or 'network'} ({type(module).__name__})")
+
+        return hook
+
+    handles = [module.register_forward_hook(watch(name)) for name, module in network.named_modules()]
+    try:
+        network(tokens)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return culprits[0] if culprits else None

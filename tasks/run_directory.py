@@ -1,0 +1,100 @@
+"""A run's folder: what it holds, whose it is, and how far it has come."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from plots.files import write_whole
+from tasks.metrics_csv import MetricsCSV
+
+# What may change between two calls that go on with one run: it changes neither weights nor batches.
+_FREE = (
+    "ckpt_path",
+    "run_dir",
+    "checkpoint_every",
+    "trainer.enable_progress_bar",
+    "trainer.logger",
+    "data.num_workers",
+)
+
+
+class RunError(RuntimeError):
+    """A run's folder cannot be used for what was asked."""
+
+
+class RunDirectory:
+    """``runs/<experiment>/<arm>/seed-<k>/``: config.yaml, metrics.csv, run.json and checkpoints/.
+
+    Args:
+        path: The folder; made when the first file is written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metrics = MetricsCSV(path / "metrics.csv")
+
+        self.checkpoint = path / "checkpoints" / "last.ckpt"
+
+    @property
+    def last_checkpoint(self) -> Path | None:
+        """The checkpoint to go on from, if there is one."""
+        return self.checkpoint if self.checkpoint.is_file() else None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the training came to its end."""
+        return bool(self.info.get("finished"))
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What run.json says; empty where there is none."""
+        path = self.path / "run.json"
+        if not path.is_file():
+            return {}
+        try:
+            return json.loads(path.read_text())
+        except json.JSONDecodeError as error:
+            raise RunError(
+                f"{path} is not JSON ({error}); delete it, and the run goes on from its checkpoint"
+            ) from None
+
+    def update(self, facts: dict[str, Any]) -> None:
+        """Merge ``facts`` into run.json; the file is whole at every moment."""
+        write_whole(self.path / "run.json", json.dumps(self.info | facts, indent=2) + "\n")
+
+    def save_config(self, config: str) -> None:
+        """Keep the YAML that the run was called with.
+
+        Raises:
+            RunError: The folder belongs to a run with other settings.
+        """
+        path = self.path / "config.yaml"
+        if path.is_file():
+            changes = differences(yaml.safe_load(path.read_text()), yaml.safe_load(config))
+            if changes:
+                listed = "\n".join(f"  {change}" for change in changes[:10])
+                raise RunError(
+                    f"{self.path} belongs to a run with other settings (its own, then those of this call):\n{listed}\n"
+                    "Choose another --run_dir, delete that folder, or go on from its checkpoint with the new "
+                    f"settings: --ckpt_path {self.checkpoint}"
+                )
+            return
+        self.replace_config(config)
+
+    def replace_config(self, config: str) -> None:
+        """Keep ``config``, whatever was there."""
+        write_whole(self.path / "config.yaml", config)
+
+
+def differences(old: Any, new: Any, key: str = "") -> list[str]:
+    """``key: old -> new`` for every setting that differs and matters, dotted keys."""
+    if key in _FREE or old == new:
+        return []
+    if isinstance(old, dict) and isinstance(new, dict):
+        names = dict.fromkeys((*old, *new))
+        return [d for name in names for d in differences(old.get(name), new.get(name), f"{key}.{name}".lstrip("."))]
+    return [f"{key}: {json.dumps(old)} -> {json.dumps(new)}"]
