@@ -49,8 +49,8 @@ class Randomness(Callback):
 class Checkpoints(Callback):
     """Keep the last checkpoint, written aside and renamed, so that a run can be interrupted at any moment.
 
-    It is taken as the next step begins, when the validation of the step before is done and Lightning's
-    counters agree, and at the end.
+    Where a step is followed by a validation, the checkpoint waits for its end: otherwise a run that is
+    interrupted in between would go on without having validated there.
 
     Args:
         run: Where the run leaves its files.
@@ -64,17 +64,23 @@ class Checkpoints(Callback):
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:  # noqa: D102
         self._saved_step = trainer.global_step
 
-    def on_train_batch_start(self, trainer: lightning.Trainer, *args: Any) -> None:  # noqa: D102
-        if trainer.global_step % self.every == 0:
-            self._save(trainer)
+    def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any) -> None:  # noqa: D102
+        batches = trainer.global_step * trainer.accumulate_grad_batches
+        if not (trainer.enable_validation and batches % trainer.val_check_batch == 0):
+            self._save_if_due(trainer)
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:  # noqa: D102
+        if trainer.state.fn == "fit":
+            self._save_if_due(trainer)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:  # noqa: D102
-        self._save(trainer)
+        self._save_if_due(trainer, at_end=True)
 
-    def _save(self, trainer: lightning.Trainer) -> None:
-        if trainer.global_step != self._saved_step:
-            self._saved_step = trainer.global_step
-            trainer.save_checkpoint(self.run.checkpoint)
+    def _save_if_due(self, trainer: lightning.Trainer, at_end: bool = False) -> None:
+        step = trainer.global_step
+        if step != self._saved_step and (at_end or step % self.every == 0):
+            self._saved_step = step
+            trainer.save_checkpoint(self.run.checkpoint, weights_only=False)  # with the optimizer and the counters
 
 
 class Recorder(Callback):

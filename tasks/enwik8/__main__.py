@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,10 @@ _TRAINER_DEFAULTS = {
     "enable_checkpointing": False,  # tasks.callbacks.Checkpoints does it
     "enable_model_summary": False,
 }
+
+
+class _Finished(Exception):
+    """There is nothing left to do."""
 
 
 class Enwik8CLI(LightningCLI):
@@ -60,6 +67,7 @@ class Enwik8CLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Refuse, before anything is built, a folder that belongs to another run; find what to go on from."""
         config = self.config[self.subcommand]
+        config.weights_only = True  # a checkpoint is data; no code in it is run
         self.run_directory = RunDirectory(Path(config.run_dir))
         self.is_fitting = self.subcommand == "fit"
         if not self.is_fitting:
@@ -70,15 +78,15 @@ class Enwik8CLI(LightningCLI):
             )
         if config.checkpoint_every < 1:
             raise RunError(f"--checkpoint_every must be at least 1, got {config.checkpoint_every}")
-        text = self.parser.dump(self.config, skip_none=False)
+        text = self.parser.dump(self.config, skip_unset=False)
         settings = yaml.safe_dump(yaml.safe_load(text)["fit"], sort_keys=False)
         if config.ckpt_path:
             self.run_directory.replace_config(settings)
             return
         self.run_directory.save_config(settings)
         if self.run_directory.is_finished:
-            print(f"{self.run_directory.path} is finished: {_sentence(self.run_directory.info['validation'])}")
-            sys.exit(0)
+            result = _sentence(self.run_directory.info["validation"])
+            raise _Finished(f"{self.run_directory.path} is finished: {result}")
         last = self.run_directory.last_checkpoint
         config.ckpt_path = str(last) if last else None
 
@@ -91,10 +99,8 @@ class Enwik8CLI(LightningCLI):
         if self.is_fitting:
             path = self.run_directory.path
             loggers = [self.run_directory.metrics, TensorBoardLogger(path, name="", version="tensorboard")]
-            own += [
-                Randomness(config.seed_everything),
-                Checkpoints(self.run_directory, config.checkpoint_every),
-            ]
+            # In this order: what a step changes, what is recorded of it, what is saved.
+            own = [Randomness(config.seed_everything), *own, Checkpoints(self.run_directory, config.checkpoint_every)]
         callbacks = [*(config.trainer.callbacks or []), *own]
         return super().instantiate_trainer(
             default_root_dir=str(self.run_directory.path), logger=loggers, callbacks=callbacks, **kwargs
@@ -141,7 +147,7 @@ def _sentence(result: dict[str, Any]) -> str:
 
 def _with_hyperparameters(args: list[str]) -> list[str]:
     """Put the model of ``--ckpt_path`` in front of all other settings, so that it holds unless told otherwise."""
-    paths = [b for a, b in zip(args, args[1:], strict=False) if a == "--ckpt_path"]
+    paths = [b for a, b in itertools.pairwise(args) if a == "--ckpt_path"]
     paths += [a.partition("=")[2] for a in args if a.startswith("--ckpt_path=")]
     if not paths or not Path(paths[-1]).is_file():
         return args
@@ -169,8 +175,13 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command; a fault of the call ends in one message and an exit status that is not 0."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+    warnings.filterwarnings("ignore", module="lightning")
     try:
         Enwik8CLI(args)
+    except _Finished as finished:
+        print(finished)
     except (RunError, NonFiniteError, ValueError, OSError, RuntimeError) as error:
         if os.environ.get("LINROPE_TRACEBACK"):
             raise

@@ -1,0 +1,243 @@
+"""What every property is tested over, and the float64 truth it is held to (REF in CONTRACTS)."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+import linrope
+from linrope import FavorPlus, FeatureMap, Rotary, linear_attention
+from linrope.attention import Backend
+
+# Every concrete map that linrope exports: one exported tomorrow is covered tomorrow.
+EXPORTED: dict[str, Callable[[int], FeatureMap]] = {
+    name: thing
+    for name in linrope.__all__
+    if inspect.isclass(thing := getattr(linrope, name))
+    and issubclass(thing, FeatureMap)
+    and not inspect.isabstract(thing)
+}
+MAPS: dict[str, Callable[[int], FeatureMap]] = {
+    **EXPORTED,
+    "FavorPlus-16": partial(FavorPlus, num_features=16),
+    "FavorPlus-iid": partial(FavorPlus, num_features=10, orthogonal=False),
+}
+PLACEMENTS = ("none", "numerator", "before")
+CHUNK_SIZES = (1, 3, 16, 64)
+
+
+class Path(NamedTuple):
+    """One way through ``linear_attention``."""
+
+    name: str
+    causal: bool
+    options: dict[str, Any]
+
+
+def _paths() -> list[Path]:
+    paths = []
+    for backend in get_args(Backend):
+        for size in (None,) if backend in ("auto", "reference") else CHUNK_SIZES:
+            name = backend if size is None else f"{backend}-{size}"
+            paths.append(Path(name, True, {"backend": backend, "chunk_size": size}))
+        paths.append(Path(f"{backend}-noncausal", False, {"backend": backend}))
+    return paths
+
+
+PATHS = _paths()
+CAUSAL_PATHS = [path for path in PATHS if path.causal]
+
+
+def make_map(name: str, head_dim: int, dtype: torch.dtype = torch.float64) -> FeatureMap:
+    """Return the map, with its parameters in ``dtype``."""
+    return MAPS[name](head_dim).to(dtype)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float64, grad: bool = False) -> Tensor:
+    """Seeded normal numbers."""
+    return torch.randn(*shape, dtype=torch.float64).to(dtype).requires_grad_(grad)
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Assert equality within ``tolerance`` of each number and of the largest one."""
+    largest = expected.detach().abs().max().item() if expected.numel() else 0.0
+    torch.testing.assert_close(actual.to(expected.dtype), expected, rtol=tolerance, atol=tolerance * largest)
+
+
+def relative_rms(actual: Tensor, expected: Tensor) -> float:
+    """RMS of the error in units of the RMS of the truth."""
+    return ((actual.double() - expected).square().mean() / expected.square().mean()).sqrt().item()
+
+
+def turn(
+    x: Tensor,
+    positions: Tensor,
+    *,
+    base: float = 10_000.0,
+    width: int | None = None,
+    pairing: str = "interleaved",
+) -> Tensor:
+    """Rotate as complex numbers do: pair i of ``width`` times exp(1j · position · base^(-2i/width))."""
+    width = x.shape[-1] // 2 * 2 if width is None else width
+    part, still = x[..., :width], x[..., width:]
+    real, imaginary = (part[..., 0::2], part[..., 1::2]) if pairing == "interleaved" else part.chunk(2, dim=-1)
+    frequency = torch.tensor([base ** (-2 * i / width) for i in range(width // 2)], dtype=torch.float64)
+    angle = positions.double()[..., None] * frequency
+    if positions.ndim == 2 and x.ndim == 4:
+        angle = angle[:, None]
+    turned = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angle), angle)
+    parts = (turned.real, turned.imag)
+    turned = torch.stack(parts, -1).flatten(-2) if pairing == "interleaved" else torch.cat(parts, -1)
+    return torch.cat((turned, still), dim=-1)
+
+
+class Truth(NamedTuple):
+    """Output, final sums and normalizer of linear attention."""
+
+    output: Tensor
+    kv: Tensor
+    key_sum: Tensor
+    normalizer: Tensor
+
+
+def truth(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    rotate: Callable[[Tensor, Tensor], Tensor] | None = None,
+    causal: bool = True,
+    key_mask: Tensor | None = None,
+    query_positions: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    log_scale: Tensor | None = None,
+) -> Truth:
+    """REF: explicit n × s matrices in float64, from mapped queries and keys; differentiable."""
+    query, key, value = query.double(), key.double(), value.double()
+    b, n, s = query.shape[0], query.shape[2], key.shape[2]
+    query_positions = torch.arange(n) if query_positions is None else query_positions
+    key_positions = (query_positions if causal else torch.arange(s)) if key_positions is None else key_positions
+    rotated_query, rotated_key = query, key
+    if rotate is not None:
+        rotated_query, rotated_key = rotate(query, query_positions), rotate(key, key_positions)
+
+    key_valid = torch.ones(b, s, dtype=torch.bool) if key_mask is None else key_mask
+    allowed = key_valid[:, None, None, :].expand(-1, query.shape[1], n, -1)
+    if causal:
+        allowed = allowed & (torch.arange(s) <= torch.arange(n)[:, None])
+    weight = allowed.double()
+    weight_at_end = key_valid[:, None].double()
+    if log_scale is not None:
+        c = log_scale.double()
+        c_row = c[:, :, None].masked_fill(~allowed, -torch.inf)
+        c_end = c.masked_fill(~key_valid[:, None], -torch.inf)
+        # The top is common to numerator and normalizer, and whatever it is when no key is allowed.
+        weight, weight_at_end = (
+            (x - x.detach().amax(-1, keepdim=True).nan_to_num(neginf=0.0)).exp() for x in (c_row, c_end)
+        )
+    numerator = (torch.einsum("bhnm,bhsm->bhns", rotated_query, rotated_key) * weight) @ value
+    normalizer = (torch.einsum("bhnm,bhsm->bhns", query, key) * weight).sum(-1)
+    empty = ~allowed.any(-1)
+    output = numerator / normalizer.masked_fill(empty, 1.0)[..., None]
+    kv = torch.einsum("bhs,bhsm,bhse->bhme", weight_at_end.expand(key.shape[:3]), rotated_key, value)
+    key_sum = torch.einsum("bhs,bhsm->bhm", weight_at_end.expand(key.shape[:3]), key)
+    return Truth(output, kv, key_sum, normalizer)
+
+
+def rotary_for(feature_map: FeatureMap, placement: str, rotary: Rotary | None = None) -> Rotary | None:
+    """Return the rotation in the numerator, if that is its placement."""
+    return (rotary or Rotary()).for_width(feature_map.num_features) if placement == "numerator" else None
+
+
+def attend(
+    feature_map: FeatureMap,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    placement: str = "none",
+    scaled: bool = True,
+    **options: Any,
+) -> Tensor:
+    """Map raw queries and keys, then attend; ``scaled`` as layers do, else with φ as it is."""
+    if placement == "before":
+        query, key = (Rotary()(x, torch.arange(x.shape[2])) for x in (query, key))
+    query, key, log_scale = mapped(feature_map, query, key, scaled)
+    return linear_attention(
+        query, key, value, rotary=rotary_for(feature_map, placement), key_log_scale=log_scale, **options
+    )
+
+
+def mapped(feature_map: FeatureMap, query: Tensor, key: Tensor, scaled: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return φ(q), φ(k) and the log-scale that φ(k) lacks."""
+    if scaled:
+        return feature_map.scaled_query(query), *feature_map.scaled_key(key)
+    return feature_map.map_query(query), feature_map.map_key(key), None
+
+
+def true_attend(
+    feature_map: FeatureMap, query: Tensor, key: Tensor, value: Tensor, *, placement: str = "none", **options: Any
+) -> Tensor:
+    """Return REF from raw queries and keys, with φ as it is; ``feature_map`` holds float64 parameters."""
+    query, key = query.double(), key.double()
+    if placement == "before":
+        query, key = (turn(x, torch.arange(x.shape[2])) for x in (query, key))
+    rotate = turn if placement == "numerator" else None
+    return truth(feature_map.map_query(query), feature_map.map_key(key), value, rotate=rotate, **options).output
+
+
+def log_split(feature_map: FeatureMap, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return float64 features that do not underflow and the logarithm of what they lack."""
+    x = x.double()
+    if isinstance(feature_map, FavorPlus):
+        x = x / math.sqrt(math.sqrt(feature_map.head_dim))
+        exponent = x @ feature_map.projection.double().T - (x * x).sum(-1, keepdim=True) / 2
+        top = exponent.amax(-1)
+        return (exponent - top[..., None]).exp(), top
+    features, log_scale = feature_map.double().scaled_key(x)
+    return features, features.new_zeros(features.shape[:-1]) if log_scale is None else log_scale
+
+
+class PeakedTruth(NamedTuple):
+    """Output, and the sum of the absolute products it is made of: its rounding error scales with that."""
+
+    output: Tensor
+    terms: Tensor
+
+
+def peaked_truth(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_scale: Tensor,
+    rotate: Callable[[Tensor, Tensor], Tensor] | None = None,
+    block: int = 512,
+) -> PeakedTruth:
+    """Causal REF in log space, a block of rows at a time: exact where plain sums underflow."""
+    value = value.double()
+    n = query.shape[2]
+    rotated_query, rotated_key = query, key
+    if rotate is not None:
+        rotated_query, rotated_key = (rotate(x, torch.arange(n)) for x in (query, key))
+    outputs, terms = [], []
+    for begin in range(0, n, block):
+        end = min(begin + block, n)
+        rows, c, v = slice(begin, end), log_scale[:, :, None, :end], value[:, :, :end]
+        future = torch.arange(end) > torch.arange(begin, end)[:, None]
+        kernel = query[:, :, rows] @ key[:, :, :end].mT
+        log_kernel = (kernel.abs().log() + c).masked_fill(future, -torch.inf)
+        assert (kernel.masked_fill(future, 1.0) != 0).all(), "the truth itself underflows"
+        top = log_kernel.amax(-1, keepdim=True)
+        weight = (c - top).masked_fill(future, -torch.inf).exp()
+        score = kernel if rotate is None else rotated_query[:, :, rows] @ rotated_key[:, :, :end].mT
+        normalizer = (kernel * weight).sum(-1, keepdim=True)
+        outputs.append((score * weight) @ v / normalizer)
+        products = rotated_query[:, :, rows].abs() @ rotated_key[:, :, :end].abs().mT
+        terms.append((products * weight) @ v.abs() / normalizer.abs())
+    return PeakedTruth(torch.cat(outputs, 2), torch.cat(terms, 2))

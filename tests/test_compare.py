@@ -1,0 +1,393 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from plots.loss_curves import draw
+from plots.runs import find_runs
+from tasks import compare as module
+from tasks.compare import main
+from tasks.plan import PlanError, read_plan, slug
+from tasks.progress import Latest, latest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Stands in for the training command: its "configs" say how it behaves, and it notes each start.
+FAKE = """
+import os, sys, time, pathlib, yaml
+from tests.synthetic import make_run
+arguments = sys.argv[1:]
+config, run_dir, seed = {}, None, None
+for key, value in zip(arguments, arguments[1:]):
+    if key == "--config":
+        config.update(yaml.safe_load(pathlib.Path(value).read_text()) or {})
+    if key == "--run_dir":
+        run_dir = pathlib.Path(value)
+    if key == "--seed_everything":
+        seed = int(value)
+with open(run_dir / "starts.txt", "a") as file:
+    file.write(" ".join(arguments) + "\\n")
+print("training says hello")
+if config.get("sleep"):
+    (run_dir / "pid.txt").write_text(str(os.getpid()))
+    make_run(run_dir, [(3, 4.0)], finished=False, seed=seed)
+    time.sleep(config["sleep"])
+if config.get("fail"):
+    sys.exit("error: this arm cannot train")
+bpc = 3 + config["effect"] + seed / 10 + seed * config["effect"] / 50
+make_run(run_dir, [(5, 5.0), (10, bpc)], finished=not config.get("stop_early"), seed=seed)
+"""
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    """A folder with a comparison of two arms by two seeds, and a fake training command.
+
+    The picture is stubbed, being most of the time a comparison of fakes takes; ``real_picture`` undoes it.
+    """
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "fake.py").write_text(FAKE)
+    for name, content in (("base", {"a": 1}), ("zero", {"effect": 0.0}), ("low", {"effect": -0.2})):
+        (tmp_path / f"configs/{name}.yaml").write_text(yaml.safe_dump(content))
+    write_plan(tmp_path)
+    monkeypatch.setattr(module, "draw", stub_draw)
+    return tmp_path
+
+
+@pytest.fixture
+def real_picture(bench, monkeypatch):
+    monkeypatch.setattr(module, "draw", draw)
+
+
+def stub_draw(runs, stem, **_):
+    paths = stem.with_suffix(".png"), stem.with_suffix(".svg")
+    for path in paths:
+        path.write_text("a picture")
+    return paths
+
+
+def write_plan(home, **changes):
+    plan = {
+        "base": ["base.yaml"],
+        "settings": {"trainer.max_steps": 10, "flag": True},
+        "seeds": [0, 1],
+        "baseline": "elu+1, none",
+        "arms": {"elu+1, none": ["zero.yaml"], "elu+1, numerator": ["low.yaml"]},
+        **changes,
+    }
+    plan = {key: value for key, value in plan.items() if value is not None}
+    (home / "configs/test.yaml").write_text(yaml.safe_dump(plan, sort_keys=False))
+
+
+def run(*arguments):
+    return main(["configs/test.yaml", *arguments], command=(sys.executable, "fake.py"))
+
+
+def starts(home, name="test"):
+    return {
+        str(file.parent.relative_to(home / "runs" / name)): file.read_text().splitlines()
+        for file in sorted((home / "runs" / name).rglob("starts.txt"))
+    }
+
+
+ALL = ["elu+1-none/seed-0", "elu+1-none/seed-1", "elu+1-numerator/seed-0", "elu+1-numerator/seed-1"]
+
+
+@pytest.mark.usefixtures("real_picture")
+def test_everything_is_run_once_and_leaves_its_files(bench, capsys):
+    assert run() == 0
+    assert {key: len(lines) for key, lines in starts(bench).items()} == dict.fromkeys(ALL, 1)
+    assert starts(bench)["elu+1-numerator/seed-1"] == [
+        "fit --config configs/base.yaml --config configs/low.yaml --seed_everything 1 "
+        "--run_dir runs/test/elu+1-numerator/seed-1 --trainer.max_steps=10 --flag=true"
+    ]
+    home = bench / "runs/test"
+    for name in ("loss_curves.png", "loss_curves.svg", "summary.csv", "summary.json", "report.html"):
+        assert (home / name).stat().st_size > 100
+    assert "training says hello" in (home / ALL[0] / "log.txt").read_text()
+    assert [row["arm"] for row in json.loads((home / "summary.json").read_text())] == [
+        "elu+1, none",
+        "elu+1, numerator",
+    ]
+    out = capsys.readouterr().out
+    assert "-0.202" in out  # the mean of −0.2 and −0.204, paired by seed
+    assert out.splitlines()[-2:] == [
+        "picture: runs/test/loss_curves.png",
+        "report:  runs/test/report.html",
+    ]
+    assert {r.arm for r in find_runs(home)} == {"elu+1, none", "elu+1, numerator"}
+
+
+def test_a_second_time_starts_nothing(bench, capsys):
+    assert run() == 0
+    before = starts(bench)
+    assert run() == 0
+    assert starts(bench) == before
+    assert capsys.readouterr().out.count("already finished") == 4
+
+
+def test_an_interrupted_run_is_run_again_and_only_that(bench):
+    assert run() == 0
+    path = bench / "runs/test" / ALL[1] / "run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "finished": False}))
+    assert run() == 0
+    assert [len(lines) for lines in starts(bench).values()] == [1, 2, 1, 1]
+
+
+def test_a_missing_run_is_added(bench):
+    assert run() == 0
+    write_plan(bench, seeds=[0, 1, 2])
+    assert run() == 0
+    assert [len(lines) for lines in starts(bench).values()] == [1] * 6
+
+
+@pytest.mark.parametrize("change", ["content", "files", "settings", "flags", "foreign"])
+def test_a_changed_comparison_is_refused_before_anything_starts(bench, capsys, change):
+    assert run() == 0
+    before = starts(bench)
+    flags = []
+    if change == "content":
+        (bench / "configs/low.yaml").write_text("effect: -0.5")
+        expected = ["elu+1-numerator/seed-0", "edited since: configs/low.yaml"]
+    elif change == "files":
+        write_plan(bench, arms={"elu+1, none": ["zero.yaml", "low.yaml"]})
+        expected = [ALL[0], "configs/base.yaml configs/zero.yaml then", "configs/low.yaml now"]
+    elif change == "settings":
+        write_plan(bench, settings={"trainer.max_steps": 20})
+        expected = [ALL[0], "settings: --trainer.max_steps=10 --flag=true then, --trainer.max_steps=20 now"]
+    elif change == "flags":
+        flags = ["--model.lr=1"]
+        expected = [ALL[0], "flags: none then, --model.lr=1 now"]
+    else:
+        (bench / "runs/test" / ALL[0] / "arm.json").unlink()
+        expected = [ALL[0], "not started by a comparison"]
+    assert run(*flags) == 2
+    error = capsys.readouterr().err
+    for part in (*expected, "another --name", "delete that folder"):
+        assert part in error
+    assert starts(bench) == before
+    assert run("--name", "other", *flags) == 0
+
+
+def test_a_renamed_config_with_the_same_content_is_the_same(bench):
+    assert run() == 0
+    before = starts(bench)
+    (bench / "configs/low.yaml").rename(bench / "configs/renamed.yaml")
+    write_plan(bench, arms={"elu+1, none": ["zero.yaml"], "elu+1, numerator": ["renamed.yaml"]})
+    assert run() == 0
+    assert starts(bench) == before
+
+
+@pytest.mark.parametrize(
+    ("given", "passed"),
+    [
+        (["--data.path", "my file", "--trainer.max_steps=600"], "--data.path my file --trainer.max_steps=600"),
+        (["--root", "runs", "--", "--name.inner=x"], "--name.inner=x"),
+        (["--a.b=c", "--", "--d=e"], "--a.b=c --d=e"),
+    ],
+)
+def test_further_flags_go_to_every_run_last(bench, given, passed):
+    assert run(*given) == 0
+    for lines in starts(bench).values():
+        assert lines[0].endswith(f"--flag=true {passed}")
+
+
+@pytest.mark.parametrize("taken", ["--config", "--seed_everything=3", "--run_dir=x"])
+def test_flags_that_the_comparison_sets_itself_are_refused(bench, capsys, taken):
+    assert run(taken) == 2
+    assert f"{taken} is set by the comparison itself" in capsys.readouterr().err
+    write_plan(bench, settings={taken[2:].split("=")[0]: 1})
+    assert run() == 2
+
+
+def test_a_stray_word_is_refused(bench, capsys):
+    assert run("stray") == 2
+    assert "unexpected argument 'stray'" in capsys.readouterr().err
+
+
+def test_a_failing_arm_stops_no_other_and_is_named(bench, capsys):
+    (bench / "configs/bad.yaml").write_text("fail: true")
+    write_plan(bench, arms={"elu+1, none": ["zero.yaml"], "bad": ["bad.yaml"], "low": ["low.yaml"]})
+    assert run() == 1
+    assert len(starts(bench)) == 6
+    out = capsys.readouterr().out
+    assert "error: this arm cannot train" in out
+    assert "bad · seed 1" in out
+    report = (bench / "runs/test/report.html").read_text()
+    assert "bad · seed 0 is left out: failed: exit status 1; see runs/test/bad/seed-0/log.txt" in report
+    assert {row["arm"] for row in json.loads((bench / "runs/test/summary.json").read_text())} == {"elu+1, none", "low"}
+
+
+def test_a_run_that_ends_unfinished_counts_as_failed(bench, capsys):
+    (bench / "configs/low.yaml").write_text("{effect: -0.2, stop_early: true}")
+    assert run() == 1
+    assert "it ended without finishing its training" in capsys.readouterr().out
+
+
+def test_when_nothing_finished_there_is_no_report(bench, capsys):
+    for name in ("zero", "low"):
+        (bench / f"configs/{name}.yaml").write_text("fail: true")
+    assert run() == 1
+    assert "nothing to report" in capsys.readouterr().out
+    assert not (bench / "runs/test/report.html").exists()
+
+
+def test_report_only_runs_nothing_and_needs_no_flags_again(bench, capsys):
+    assert run("--x=1") == 0
+    before = starts(bench)
+    (bench / "runs/test/report.html").unlink()
+    write_plan(bench, seeds=[0, 1, 2])
+    capsys.readouterr()
+    assert run("--report_only") == 0
+    assert starts(bench) == before
+    report = (bench / "runs/test/report.html").read_text()
+    assert "elu+1, none · seed 2 is left out: not run yet" in report
+    assert "--name test --x=1" in report
+
+
+@pytest.mark.usefixtures("real_picture")
+def test_names_with_markup_are_shown_as_they_are(bench, capsys):
+    write_plan(bench, baseline="[red]a", arms={"[red]a": ["zero.yaml"], "$b$": ["low.yaml"]})
+    assert run() == 0
+    assert "[red]a · seed 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_stops_the_child_and_says_how_to_go_on(bench, kind):
+    (bench / "configs/low.yaml").write_text("{effect: -0.2, sleep: 60}")
+    code = (
+        "import sys; from tasks.compare import main; sys.exit(main(sys.argv[1:], command=(sys.executable, 'fake.py')))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "configs/test.yaml"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    sleeping = bench / "runs/test" / ALL[2]
+    deadline = time.monotonic() + 60
+    while not (sleeping / "run.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(kind)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "The same command goes on where this one stopped" in error
+    assert "Traceback" not in error
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((sleeping / "pid.txt").read_text()), 0)
+    assert len(starts(bench)) == 2
+
+
+def test_a_child_that_will_not_stop_is_killed(monkeypatch):
+    monkeypatch.setattr(module, "_GRACE", 0.2)
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    module._stop(child)
+    assert child.returncode == -signal.SIGKILL
+    child.stdout.close()
+
+
+# --- the comparison file
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sedes": [1]}, "unknown key sedes; known are name, base, settings, seeds, baseline, arms"),
+        ({"seeds": None}, "no seeds"),
+        ({"baseline": None, "arms": None}, "no baseline, no arms"),
+        ({"arms": {}}, "arms must map at least one name"),
+        ({"arms": {1: ["low.yaml"]}}, "arms must map at least one name"),
+        ({"arms": {"elu+1, none": "low.yaml"}}, "must be a list of config files, got 'low.yaml'"),
+        ({"arms": {"elu+1, none": ["no.yaml"]}}, "names configs/no.yaml: no such file"),
+        ({"base": ["no.yaml"]}, "base names configs/no.yaml: no such file"),
+        ({"baseline": "other"}, "baseline 'other' is none of the arms: elu+1, none; elu+1, numerator"),
+        ({"arms": {"elu+1, none": [], "ELU+1 none": []}}, "would be 'ELU+1-none'"),
+        ({"arms": {"elu+1, none": [], "!": []}}, "need different folders, both would be ''"),
+        ({"seeds": []}, "seeds must be a list of whole numbers"),
+        ({"seeds": [0, 1.5]}, "seeds must be a list of whole numbers"),
+        ({"seeds": [True]}, "seeds must be a list of whole numbers"),
+        ({"seeds": [-1]}, "seeds must be a list of whole numbers"),
+        ({"seeds": [1, 2, 1]}, "seeds must differ"),
+        ({"settings": [1]}, "settings must map dotted keys"),
+        ({"name": "a/b"}, "not the name of one folder"),
+    ],
+)
+def test_a_bad_comparison_file_gets_one_clear_message(bench, capsys, changes, message):
+    write_plan(bench, **changes)
+    assert run() == 2
+    out, error = capsys.readouterr()
+    assert message in error
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert not (bench / "runs").exists()
+    assert out == ""
+
+
+def test_a_file_that_is_absent_or_no_yaml_is_named(bench, capsys):
+    assert main(["nowhere.yaml"]) == 2
+    assert "nowhere.yaml: No such file" in capsys.readouterr().err
+    for text, message in (
+        ("a: [", "not YAML"),
+        ("just text", "expected keys"),
+        ("seeds: [0]\nseeds: [1]", "given twice"),
+    ):
+        (bench / "configs/test.yaml").write_text(text)
+        assert run() == 2
+        assert message in capsys.readouterr().err
+
+
+def test_an_arm_given_twice_is_not_silently_dropped(bench):
+    path = bench / "configs/test.yaml"
+    path.write_text(path.read_text() + "  elu+1, none: [low.yaml]\n")
+    with pytest.raises(PlanError, match=r"'elu\+1, none' is given twice"):
+        read_plan(path)
+
+
+def test_slugs_are_folder_names():
+    assert slug("elu+1, none") == "elu+1-none"
+    assert slug("../x y/z..") == "x-y-z"
+
+
+@pytest.mark.parametrize("name", ["rope", "quick"])
+def test_shipped_comparisons_say_what_they_promise(name):
+    content = yaml.safe_load((ROOT / f"configs/compare/{name}.yaml").read_text())
+    assert content["baseline"] == "elu+1, none"
+    assert len({slug(arm) for arm in content["arms"]}) == len(content["arms"]) >= 3
+
+
+# --- progress
+
+
+def test_latest_reads_the_end_of_a_file_that_grows(tmp_path):
+    assert latest(tmp_path) is None
+    path = tmp_path / "metrics.csv"
+    path.write_text("train/bpc,step,val/bpc,tokens_per_second\n")
+    assert latest(tmp_path) is None
+    rows = "".join(f"{5 - i / 10_000:.4f},{i},{'3.5' if i == 9990 else ''},100\n" for i in range(1, 10_001))
+    path.write_text(path.read_text() + rows + "4.9,100")
+    assert latest(tmp_path) == Latest(10_000, 4.0, 3.5, 100.0)
+    assert Latest(3, 4.0, None, 1234.5).describe() == "train 4.000 · 1,234 bytes/s"
+
+
+def test_the_live_line_works_on_a_terminal(bench):
+    console = Console(force_terminal=True, width=120, record=True, file=(bench / "terminal.txt").open("w"))
+    (bench / "configs/low.yaml").write_text("{effect: -0.2, sleep: 1}")
+    plan = read_plan("configs/test.yaml")
+    assert module.compare(plan, command=(sys.executable, "fake.py"), console=console) == 0
+    text = console.export_text()
+    assert "[4/4] elu+1, numerator · seed 1: finished" in text
+    assert "report:  runs/test/report.html" in text
