@@ -41,6 +41,7 @@ class LanguageModeling(lightning.LightningModule):
         final_lr_fraction: float = 0.1,
     ) -> None:
         super().__init__()
+        self.save_hyperparameters(ignore=["network"])  # whoever knows how it was made adds that
         self.network = network
         self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, betas
         self.warmup_steps, self.final_lr_fraction = warmup_steps, final_lr_fraction

@@ -79,7 +79,8 @@ class Enwik8CLI(LightningCLI):
         if config.checkpoint_every < 1:
             raise RunError(f"--checkpoint_every must be at least 1, got {config.checkpoint_every}")
         text = self.parser.dump(self.config, skip_unset=False)
-        settings = yaml.safe_dump(yaml.safe_load(text)["fit"], sort_keys=False)
+        self.settings = yaml.safe_load(text)["fit"]
+        settings = yaml.safe_dump(self.settings, sort_keys=False)
         if config.ckpt_path:
             self.run_directory.replace_config(settings)
             return
@@ -89,6 +90,11 @@ class Enwik8CLI(LightningCLI):
             raise _Finished(f"{self.run_directory.path} is finished: {result}")
         last = self.run_directory.last_checkpoint
         config.ckpt_path = str(last) if last else None
+
+    def after_instantiate_classes(self) -> None:
+        """Let checkpoints say how the network was made, so that they can be loaded without its config."""
+        if self.is_fitting:
+            self.model.hparams["network"] = self.settings["model"]["network"]
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """Build the trainer with the callbacks and loggers that make a run's folder."""

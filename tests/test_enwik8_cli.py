@@ -1,0 +1,198 @@
+"""The command line: what bad input gets, what a run leaves, how checkpoints are used again."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from tasks.enwik8.__main__ import main
+from tasks.language_modeling import LanguageModeling
+
+ROOT = Path(__file__).parents[1]
+TINY = [
+    "--config=configs/enwik8/small.yaml",
+    "--trainer.accelerator=cpu",
+    "--trainer.max_steps=2",
+    "--trainer.val_check_interval=2",
+    "--trainer.limit_val_batches=1",
+    "--model.network.num_layers=1",
+    "--model.network.d_model=16",
+    "--model.network.attention.num_heads=2",
+    "--data.seq_len=16",
+    "--data.batch_size=2",
+    "--data.eval_batch_size=2",
+]
+
+
+@pytest.fixture(autouse=True)
+def _in_the_project(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    return tmp_path / "experiment" / "arm" / "seed-0"
+
+
+def fit(run_dir: Path, *more: str, base=TINY) -> int:
+    """Exit status of a tiny training."""
+    try:
+        return main(["fit", *base, f"--run_dir={run_dir}", *more])
+    except SystemExit as exit:  # the parser's own refusal
+        return int(exit.code or 0)
+
+
+BAD = {
+    "missing file": (["--data.path=nowhere/text"], ["nowhere/text"]),
+    "misspelt key": (["--model.network.num_layer=1"], ["num_layer"]),
+    "misspelt key deep down": (["--model.network.attention.num_head=2"], ["num_head"]),
+    "misspelt class": (["--model.network.attention.feature_map=linrope.EluPlusTwo"], ["EluPlusTwo"]),
+    "class of another kind": (["--model.network.attention.feature_map=linrope.Rotary"], ["Rotary"]),
+    "missing config": (["--config=configs/nowhere.yaml"], ["configs/nowhere.yaml"]),
+    "window longer than the split": (["--data.seq_len=300000"], ["300000", "validation", "--data.seq_len"]),
+    "odd sinusoids": (
+        ["--model.network.positions=sinusoidal", "--model.network.d_model=15", "--model.network.attention.num_heads=1"],
+        ["even", "15"],
+    ),
+    "impossible head split": (["--model.network.attention.num_heads=3"], ["num_heads=3", "d_model=16"]),
+    "no width to rotate": (
+        [
+            "--model.network.attention.num_heads=16",
+            "--model.network.attention.rotary=linrope.Rotary",
+        ],
+        ["at least one pair", "got 1"],
+    ),
+    "missing checkpoint": (["--ckpt_path=nowhere.ckpt"], ["nowhere.ckpt"]),
+    "no steps": (["--trainer.max_steps=-1"], ["max_steps", "-1"]),
+    "seed": (["--seed_everything=-1"], ["-1", "from 0 to"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_gets_one_clear_message_and_a_status(case, run_dir, capsys):
+    arguments, words = BAD[case]
+    assert fit(run_dir, *arguments) != 0
+    message = capsys.readouterr().err
+    for word in words:
+        assert word in message
+    assert "Traceback" not in message
+    assert not (run_dir / "run.json").exists()
+
+
+def test_a_cut_checkpoint_is_named(run_dir, tmp_path, capsys):
+    assert fit(run_dir) == 0
+    whole = (run_dir / "checkpoints" / "last.ckpt").read_bytes()
+    cut = tmp_path / "cut.ckpt"
+    cut.write_bytes(whole[: len(whole) // 2])
+    assert fit(tmp_path / "other" / "arm" / "seed-0", f"--ckpt_path={cut}") == 1
+    assert f"{cut} is not a whole checkpoint" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_shape_says_which_tensor(run_dir, tmp_path, capsys):
+    assert fit(run_dir) == 0
+    checkpoint = run_dir / "checkpoints" / "last.ckpt"
+    other = tmp_path / "other" / "arm" / "seed-0"
+    status = fit(other, f"--ckpt_path={checkpoint}", "--model.network.d_model=32", "--trainer.max_steps=4")
+    assert status == 1
+    message = capsys.readouterr().err
+    assert "size mismatch" in message
+    assert "16" in message
+    assert "32" in message
+
+
+def test_a_folder_of_another_run_is_refused_and_left_alone(run_dir, capsys):
+    assert fit(run_dir) == 0
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    assert fit(run_dir, "--model.learning_rate=0.5") == 1
+    message = capsys.readouterr().err
+    assert "model.learning_rate: 0.002 -> 0.5" in message
+    assert "--run_dir" in message
+    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+
+
+def test_what_a_run_leaves(run_dir):
+    assert fit(run_dir) == 0
+    info = json.loads((run_dir / "run.json").read_text())
+    assert info["finished"] is True
+    assert (info["experiment"], info["arm"], info["seed"]) == ("experiment", "arm", 0)
+    assert info["steps"] == 2
+    assert info["tokens"] == 2 * 2 * 16
+    validation = info["validation"]
+    # one batch of two windows was allowed
+    assert (validation["bytes_scored"], validation["context"], validation["stride"]) == (32, 16, 0)
+    rows = list(csv.DictReader((run_dir / "metrics.csv").open()))
+    assert [row["step"] for row in rows] == ["1", "2"]
+    assert float(rows[1]["val/bpc"]) == pytest.approx(validation["bpc"])
+    assert float(rows[0]["train/bpc"]) == pytest.approx(float(rows[0]["train/loss"]) / 0.6931471805599453)
+    saved = yaml.safe_load((run_dir / "config.yaml").read_text())
+    assert saved["model"]["network"]["init_args"]["d_model"] == 16
+    assert list((run_dir / "tensorboard").iterdir())
+
+
+def test_a_checkpoint_rebuilds_its_model_without_running_code(run_dir):
+    assert fit(run_dir) == 0
+    path = run_dir / "checkpoints" / "last.ckpt"
+    torch.load(path, weights_only=True)
+    module = LanguageModeling.load_from_checkpoint(path, weights_only=True, map_location="cpu")
+    state = torch.load(path, weights_only=True)["state_dict"]
+    torch.testing.assert_close(module.state_dict(), state, rtol=0, atol=0)
+
+
+def test_going_on_from_a_checkpoint_keeps_its_model_unless_told_otherwise(run_dir, tmp_path):
+    """A second call in the same folder neither dies on config.yaml nor changes the model."""
+    assert fit(run_dir, "--model.weight_decay=0.25") == 0
+    checkpoint = run_dir / "checkpoints" / "last.ckpt"
+    rest = [a for a in TINY if not a.startswith(("--config", "--model", "--trainer.max_steps"))]
+    more = (f"--ckpt_path={checkpoint}", "--trainer.max_steps=3", "--model.learning_rate=0.125")
+    assert fit(run_dir, *more, base=rest) == 0
+    saved = yaml.safe_load((run_dir / "config.yaml").read_text())["model"]
+    assert saved["network"]["init_args"]["d_model"] == 16
+    assert saved["weight_decay"] == 0.25
+    assert saved["learning_rate"] == 0.125
+    rows = list(csv.DictReader((run_dir / "metrics.csv").open()))
+    assert [row["step"] for row in rows] == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize("subcommand", ["validate", "test"])
+def test_evaluating_again_is_reported_beside_the_run(run_dir, subcommand, capsys):
+    assert fit(run_dir) == 0
+    arguments = [f"--config={run_dir}/config.yaml", f"--ckpt_path={run_dir}/checkpoints/last.ckpt"]
+    before = json.loads((run_dir / "run.json").read_text())
+    capsys.readouterr()
+    assert main([subcommand, *arguments, "--data.stride=8"]) == 0
+    printed = capsys.readouterr().out
+    after = json.loads((run_dir / "run.json").read_text())
+    (evaluation,) = after.pop("evaluations")
+    assert after == before, "what the training measured stays"
+    assert evaluation["stride"] == 8
+    assert f"{evaluation['bpc']:.4f} bpc" in printed
+    assert "stride 8" in printed
+
+
+def test_a_feature_map_of_ones_own_trains_by_its_class_path(run_dir, tmp_path, monkeypatch):
+    (tmp_path / "mymaps.py").write_text(
+        "import torch\n"
+        "from linrope import FeatureMap\n"
+        "class Softplus(FeatureMap):\n"
+        "    is_positive = True\n"
+        "    def __init__(self, head_dim: int):\n"
+        "        super().__init__()\n"
+        "        self.head_dim = self.num_features = head_dim\n"
+        "    def map_query(self, query):\n"
+        "        return torch.nn.functional.softplus(query)\n"
+        "    map_key = map_query\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert fit(run_dir, "--model.network.attention.feature_map=mymaps.Softplus") == 0
+    module = LanguageModeling.load_from_checkpoint(run_dir / "checkpoints" / "last.ckpt", map_location="cpu")
+    assert type(module.network.blocks[0].attention.feature_map).__name__ == "Softplus"
+
+
+def test_bfloat16_on_request(run_dir):
+    assert fit(run_dir, "--trainer.precision=bf16-mixed") == 0
+    assert json.loads((run_dir / "run.json").read_text())["precision"] == "bf16-mixed"
