@@ -69,10 +69,17 @@ class ByteTransformer(nn.Module):
         redraw_feature_maps(self, step=0)
 
     def _initialize(self) -> None:
-        """GPT-2's initialisation: N(0, 0.02²), residual outputs narrower by √(2·layers)."""
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 2 and name.startswith(("embedding", "position_embedding", "head")):
-                nn.init.normal_(parameter, std=0.02)
+        """torch's defaults, but GPT-2's for embeddings, N(0, 0.02²), and for what blocks add, narrower by √(2·layers).
+
+        Source: Radford et al. 2019 (GPT-2), section 2.3.
+        """
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        if self.position_embedding is not None:
+            nn.init.normal_(self.position_embedding.weight, std=0.02)
+        for block in self.blocks:
+            for linear in (getattr(block.attention, "out", None), block.mlp[-1]):
+                if isinstance(linear, nn.Linear):
+                    nn.init.normal_(linear.weight, std=0.02 / (2 * len(self.blocks)) ** 0.5)
 
     def forward(self, tokens: Int[Tensor, "b n"]) -> Float[Tensor, "b n 256"]:
         """Logits of the byte that follows each of ``tokens``, raw bytes 0…255.

@@ -15,10 +15,10 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -101,15 +101,17 @@ def compare(
 def _run_all(listed: Sequence[Job], command: Sequence[str], console: Console) -> dict[Path, str]:
     """Run what has not finished, in order; returns what failed, by folder, and why."""
     failures: dict[Path, str] = {}
-    with display(console, len(listed)) as show:
+    with _signals() as asked_to_stop, display(console, len(listed)) as show:
         for number, job in enumerate(listed, start=1):
+            if asked_to_stop:
+                raise KeyboardInterrupt
             if _finished(job.directory):
                 show(job, number, "already finished")
                 continue
             # Written first: a run interrupted at any later moment can be told from a foreign one.
             write_whole(job.directory / "arm.json", json.dumps(job.record, indent=2, ensure_ascii=False) + "\n")
             show(job, number, "starts")
-            status = _run(job, command, lambda job=job, number=number: show(job, number, ""))
+            status = _run(job, command, asked_to_stop, lambda job=job, number=number: show(job, number, ""))
             if status == 0 and _finished(job.directory):
                 show(job, number, "finished")
                 continue
@@ -123,8 +125,8 @@ def _run_all(listed: Sequence[Job], command: Sequence[str], console: Console) ->
     return failures
 
 
-def _run(job: Job, command: Sequence[str], tick: Callable[[], None]) -> int:
-    """Run one training process to its end; whatever interrupts the wait stops the process first."""
+def _run(job: Job, command: Sequence[str], asked_to_stop: Sequence[int], tick: Callable[[], None]) -> int:
+    """Run one training process to its end, or stop it and raise KeyboardInterrupt once a signal came."""
     here = str(Path(__file__).resolve().parents[1])
     paths = [here, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
@@ -137,13 +139,34 @@ def _run(job: Job, command: Sequence[str], tick: Callable[[], None]) -> int:
             env=environment,
         )
         try:
-            while True:
+            while not asked_to_stop:
                 try:
-                    return child.wait(_TICK)
+                    status = child.wait(_TICK)
                 except subprocess.TimeoutExpired:
                     tick()
+                    continue
+                if not asked_to_stop:  # Ctrl-C reaches the process too: its end is then no failure
+                    return status
+            raise KeyboardInterrupt
         finally:
-            _stop(child)
+            _stop(child)  # whatever ends the wait, a full disk included: no process is left behind
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collect Ctrl-C and SIGTERM in a list instead of raising where they happen to strike.
+
+    An exception inside ``Popen.wait`` can leave its lock taken; waiting for the stopped process would
+    then never end.
+    """
+    came: list[int] = []
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    before = {kind: signal.signal(kind, lambda number, _: came.append(number)) for kind in kinds}
+    try:
+        yield came
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:
@@ -151,7 +174,7 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
         child.terminate()
         try:
             child.wait(_GRACE)
-        except (subprocess.TimeoutExpired, KeyboardInterrupt):  # impatience included
+        except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
 
@@ -190,10 +213,6 @@ def _collect(listed: Sequence[Job], name: str, failures: dict[Path, str]) -> tup
     return runs, problems
 
 
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
-
-
 def main(arguments: Sequence[str] | None = None, *, command: Sequence[str] = COMMAND) -> int:
     """Run a comparison from the command line; returns the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -209,7 +228,6 @@ def main(arguments: Sequence[str] | None = None, *, command: Sequence[str] = COM
     parser.add_argument("--name", help="folder of this experiment (default: the file's name)")
     parser.add_argument("--report_only", action="store_true", help="run nothing, report what is there")
     options, rest = parser.parse_known_args(given[:split])
-    before = signal.signal(signal.SIGTERM, _interrupt)  # the training process must not outlive this one
     try:
         plan = read_plan(options.config, options.name)
         flags = check_flags([*rest, *given[split + 1 :]], "command line")
@@ -220,8 +238,6 @@ def main(arguments: Sequence[str] | None = None, *, command: Sequence[str] = COM
     except KeyboardInterrupt:
         print("\nInterrupted. The same command goes on where this one stopped.", file=sys.stderr)
         return 130
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

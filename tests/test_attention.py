@@ -277,6 +277,25 @@ def test_the_output_has_the_dtype_of_the_value(path, dtype):
     close(output.double(), truth(query, key, value, causal=path.causal).output, 2 * torch.finfo(dtype).eps + 1e-6)
 
 
+@every_path
+@pytest.mark.parametrize("placement", ["none", "numerator"])
+@pytest.mark.parametrize("level", [-5000.0, 0.0, 5000.0])
+@pytest.mark.parametrize("masked", [False, True])
+def test_log_scales_of_any_size(path, placement, level, masked):
+    """Sums without the scale of their largest key would overflow or vanish, even in float64."""
+    query, key, value = positive(2, 3, 37, 4), positive(2, 3, 37, 4), randn(2, 3, 37, 5)
+    log_scale = level + 300 * randn(2, 3, 37)
+    mask = None
+    if masked:
+        mask = torch.rand(2, 37) < 0.5
+        mask[:, 0] = True
+        log_scale = log_scale.masked_fill(~mask[:, None], 9000.0)  # what a pad says does not count
+    rotary, rotate = (None, None) if placement == "none" else (Rotary(), turn)
+    common = {"causal": path.causal, "key_mask": mask}
+    output = linear_attention(query, key, value, rotary=rotary, key_log_scale=log_scale, **common, **path.options)
+    close(output, truth(query, key, value, rotate=rotate, log_scale=log_scale, **common).output, 1e-10)
+
+
 # C3: rotation in the numerator alone.
 
 

@@ -262,8 +262,8 @@ def test_names_with_markup_are_shown_as_they_are(bench, capsys):
     assert "[red]a · seed 1" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_stops_the_child_and_says_how_to_go_on(bench, kind):
+@pytest.mark.parametrize("how", ["int", "term", "many", "terminal"])
+def test_an_interrupt_stops_the_child_and_says_how_to_go_on(bench, how):
     (bench / "configs/low.yaml").write_text("{effect: -0.2, sleep: 60}")
     code = (
         "import sys; from tasks.compare import main; sys.exit(main(sys.argv[1:], command=(sys.executable, 'fake.py')))"
@@ -271,19 +271,25 @@ def test_an_interrupt_stops_the_child_and_says_how_to_go_on(bench, kind):
     process = subprocess.Popen(
         [sys.executable, "-c", code, "configs/test.yaml"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     sleeping = bench / "runs/test" / ALL[2]
     deadline = time.monotonic() + 60
     while not (sleeping / "run.json").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(kind)
-    _, error = process.communicate(timeout=30)
+    if how == "terminal":  # Ctrl-C there goes to the training process as well
+        os.killpg(process.pid, signal.SIGINT)
+    for _ in range({"many": 20, "terminal": 0}.get(how, 1)):
+        process.send_signal(signal.SIGINT if how == "int" else signal.SIGTERM)
+        time.sleep(0.002)
+    out, error = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "The same command goes on where this one stopped" in error
     assert "Traceback" not in error
+    assert "failed" not in out
     with pytest.raises(ProcessLookupError):
         os.kill(int((sleeping / "pid.txt").read_text()), 0)
     assert len(starts(bench)) == 2

@@ -230,6 +230,10 @@ def test_a_redraw_happens_at_multiples_of_the_interval_alone(interval):
         assert torch.equal(feature_map.projection, before) is not due
 
 
+def test_the_first_draw_needs_no_interval():
+    assert torch.equal(FavorPlus(4, redraw_interval=None).projection, FavorPlus(4, redraw_interval=3).projection)
+
+
 def test_a_redraw_keeps_dtype_and_storage():
     feature_map = FavorPlus(4, redraw_interval=1).double()
     storage = feature_map.projection.data_ptr()
