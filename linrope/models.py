@@ -77,6 +77,7 @@ class ByteTransformer(nn.Module):
         if self.position_embedding is not None:
             nn.init.normal_(self.position_embedding.weight, std=0.02)
         for block in self.blocks:
+            assert isinstance(block, Block)
             for linear in (getattr(block.attention, "out", None), block.mlp[-1]):
                 if isinstance(linear, nn.Linear):
                     nn.init.normal_(linear.weight, std=0.02 / (2 * len(self.blocks)) ** 0.5)

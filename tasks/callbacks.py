@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import sys
 import time
 from typing import Any
@@ -11,9 +13,9 @@ import torch
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 
 from linrope import redraw_feature_maps
-from tasks.language_modeling import LanguageModeling, NonFiniteError, bits
 from tasks.environment import environment, peak_memory
-from tasks.run_directory import RunDirectory
+from tasks.language_modeling import LanguageModeling, NonFiniteError, bits
+from tasks.run_directory import RunDirectory, RunError
 
 
 class Randomness(Callback):
@@ -30,17 +32,15 @@ class Randomness(Callback):
         self.seed = seed
         self._step = self._batch = 0
 
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:  # noqa: D102
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._step = trainer.global_step
         self._batch = trainer.global_step * trainer.accumulate_grad_batches
 
-    def on_train_batch_start(self, trainer: lightning.Trainer, *args: Any) -> None:  # noqa: D102
+    def on_train_batch_start(self, trainer: lightning.Trainer, *args: Any) -> None:
         torch.manual_seed(hash((self.seed, self._batch, trainer.global_rank)) & (2**63 - 1))
         self._batch += 1
 
-    def on_train_batch_end(  # noqa: D102
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *args: Any
-    ) -> None:
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *args: Any) -> None:
         if trainer.global_step != self._step:
             self._step = trainer.global_step
             redraw_feature_maps(pl_module, self._step)
@@ -61,26 +61,36 @@ class Checkpoints(Callback):
         self.run, self.every = run, every
         self._saved_step = -1
 
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:  # noqa: D102
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._saved_step = trainer.global_step
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any) -> None:  # noqa: D102
+    def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any) -> None:
         batches = trainer.global_step * trainer.accumulate_grad_batches
-        if not (trainer.enable_validation and batches % trainer.val_check_batch == 0):
+        validates = trainer.enable_validation and batches % (trainer.val_check_batch or math.inf) == 0
+        if not validates:
             self._save_if_due(trainer)
 
-    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:  # noqa: D102
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if trainer.state.fn == "fit":
             self._save_if_due(trainer)
 
-    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:  # noqa: D102
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._save_if_due(trainer, at_end=True)
 
     def _save_if_due(self, trainer: lightning.Trainer, at_end: bool = False) -> None:
         step = trainer.global_step
         if step != self._saved_step and (at_end or step % self.every == 0):
             self._saved_step = step
-            trainer.save_checkpoint(self.run.checkpoint, weights_only=False)  # with the optimizer and the counters
+            aside = self.run.checkpoint.with_name("last.ckpt.part")
+            try:
+                trainer.save_checkpoint(aside, weights_only=False)  # with the optimizer and the counters
+                if trainer.is_global_zero:
+                    os.replace(aside, self.run.checkpoint)
+            except OSError as error:
+                kept = self.run.last_checkpoint or "none yet"
+                raise RunError(
+                    f"no checkpoint could be written at step {step} ({error}); the last good one: {kept}"
+                ) from error
 
 
 class Recorder(Callback):
@@ -100,20 +110,20 @@ class Recorder(Callback):
         self._losses: list[torch.Tensor] = []
         self._step_seconds = 0.0
 
-    def state_dict(self) -> dict[str, Any]:  # noqa: D102
+    def state_dict(self) -> dict[str, Any]:
         return {"seconds": self.seconds, "tokens": self._tokens}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: D102
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.seconds, self._tokens = state_dict["seconds"], state_dict["tokens"]
 
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:  # noqa: D102
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
         self._step = trainer.global_step
         self.run.metrics.rewind(self._step)
 
-    def on_train_batch_start(self, *args: Any) -> None:  # noqa: D102
+    def on_train_batch_start(self, *args: Any) -> None:
         self._start = time.perf_counter()
 
-    def on_train_batch_end(  # noqa: D102
+    def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: LanguageModeling, outputs: Any, batch: torch.Tensor, batch_idx: int
     ) -> None:
         self._losses.append(outputs["loss"].detach() * trainer.accumulate_grad_batches)
@@ -141,10 +151,10 @@ class Recorder(Callback):
             {"loss": loss, "bpc": row["train/bpc"], "tokens/s": row["tokens_per_second"]}, prog_bar=True, logger=False
         )
 
-    def on_validation_end(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:  # noqa: D102
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
         self._evaluated(trainer, pl_module, "val", "validation")
 
-    def on_test_end(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:  # noqa: D102
+    def on_test_end(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
         self._evaluated(trainer, pl_module, "test", "test")
 
     def on_save_checkpoint(self, *args: Any) -> None:
@@ -201,7 +211,7 @@ class ProgressBar(TQDMProgressBar):
     def __init__(self) -> None:
         super().__init__(refresh_rate=5 if sys.stderr.isatty() else 0)
 
-    def get_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # noqa: D102
+    def get_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         metrics = super().get_metrics(*args, **kwargs)
         metrics.pop("v_num", None)
         return metrics

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -129,7 +130,7 @@ class LanguageModeling(lightning.LightningModule):
         self.scored[name] = (loss, int(targets))
         self.log_dict({f"{name}/loss": loss, f"{name}/bpc": bits(loss)}, prog_bar=True, logger=False)
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW with warm-up and cosine by optimizer step."""
         embeddings = {id(p) for m in self.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
         decayed, others = [], []
@@ -171,7 +172,7 @@ def first_non_finite_module(network: nn.Module, tokens: Tensor) -> str | None:
     """Name of the first module, in order of computation, whose output is not finite; innermost first."""
     culprits: list[str] = []
 
-    def watch(name: str):  # noqa: ANN202
+    def watch(name: str):
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             if isinstance(output, Tensor) and output.is_floating_point() and not output.isfinite().all():
                 culprits.append(f"{name or 'network'} ({type(module).__name__})")

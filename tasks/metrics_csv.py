@@ -24,9 +24,6 @@ class MetricsCSV(Logger):
         path: The file; its folder must exist when it is first saved.
     """
 
-    name = "csv"
-    version = ""
-
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
@@ -34,6 +31,16 @@ class MetricsCSV(Logger):
         rows = list(self.read())
         self._columns = list(rows[0]) if rows else ["step"]
         self._last_step = int(rows[-1]["step"]) if rows else -1
+
+    @property
+    def name(self) -> str:
+        """What Lightning calls it."""
+        return "csv"
+
+    @property
+    def version(self) -> str:
+        """There is but one: the file goes on."""
+        return ""
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: hyperparameters are in the run's config.yaml."""

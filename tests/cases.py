@@ -26,7 +26,6 @@ EXPORTED: dict[str, Callable[[int], FeatureMap]] = {
 MAPS: dict[str, Callable[[int], FeatureMap]] = {
     **EXPORTED,
     "FavorPlus-16": partial(FavorPlus, num_features=16),
-    "FavorPlus-iid": partial(FavorPlus, num_features=10, orthogonal=False),
 }
 PLACEMENTS = ("none", "numerator", "before")
 CHUNK_SIZES = (1, 3, 16, 64)

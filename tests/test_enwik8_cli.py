@@ -193,6 +193,26 @@ def test_a_feature_map_of_ones_own_trains_by_its_class_path(run_dir, tmp_path, m
     assert type(module.network.blocks[0].attention.feature_map).__name__ == "Softplus"
 
 
+def test_a_full_disk_leaves_the_last_good_checkpoint(run_dir, capsys):
+    """The limit on file sizes stands in for a full disk: the write fails half-way."""
+    resource = pytest.importorskip("resource", reason="limits on file sizes are POSIX")
+    assert fit(run_dir) == 0
+    checkpoint = run_dir / "checkpoints" / "last.ckpt"
+    before = checkpoint.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, hard))
+    try:
+        status = fit(run_dir, f"--ckpt_path={checkpoint}", "--trainer.max_steps=4")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert status == 1
+    message = capsys.readouterr().err
+    assert "no checkpoint could be written at step 4" in message
+    assert str(checkpoint) in message
+    assert checkpoint.read_bytes() == before
+    assert fit(run_dir, f"--ckpt_path={checkpoint}", "--trainer.max_steps=4") == 0
+
+
 def test_bfloat16_on_request(run_dir):
     assert fit(run_dir, "--trainer.precision=bf16-mixed") == 0
     assert json.loads((run_dir / "run.json").read_text())["precision"] == "bf16-mixed"

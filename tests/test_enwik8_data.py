@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tasks.enwik8.corpus import DataError
-from tasks.enwik8.data import ByteData, CropBatches, EvalBatches, crop_starts, deal_windows, eval_windows
+from tasks.enwik8.data import ByteData, CropBatches, EvalBatches, crop_starts
+from tasks.enwik8.windows import deal_windows, eval_windows
 
 SHAPES = [  # split size, seq_len, stride
     (2, 1, 0),

@@ -155,6 +155,7 @@ def test_items_are_alone(attention):
         close(logits[i : i + 1], model(tokens[i : i + 1]), 1e-11)
 
 
+@pytest.mark.slow  # test_layers compiles the part of it that is ours
 @pytest.mark.parametrize("name", EXPORTED)
 @pytest.mark.parametrize("n", [33, 65])
 def test_compiled_equals_eager(name, n):
@@ -327,12 +328,26 @@ def test_logits_have_the_dtype_of_the_weights(dtype):
     assert model(tokens).dtype == model.stream(tokens)[0].dtype == dtype
 
 
-def test_a_model_starts_near_uniform():
-    """Narrow logits: the loss of a new model is log 256, as if each byte were as likely."""
+def test_a_new_model_guesses():
+    """Bytes drawn at random cost log 256 nats and half the variance of the logits."""
     model, tokens = ByteTransformer(num_layers=2, d_model=64), some_bytes(4, 100)
     loss = functional.cross_entropy(model(tokens).flatten(0, 1), some_bytes(4, 100).flatten())
-    # Logits of standard deviation 0.02·√64 add half their variance.
-    assert abs(loss.item() - math.log(256)) < 0.05
+    variance = model.head.weight.square().sum().item() / 256  # of a head over normed inputs
+    # 400 targets, each with a logit of that variance.
+    assert abs(loss.item() - math.log(256) - variance / 2) < 4 * math.sqrt(variance / 400)
+
+
+@pytest.mark.parametrize("num_layers", [1, 4])
+def test_initial_widths_are_those_of_gpt_2(num_layers):
+    model = ByteTransformer(num_layers=num_layers, d_model=64, positions="learned", seq_len=100)
+    narrow = 0.02 / math.sqrt(2 * num_layers)
+    widths = [(model.embedding.weight, 0.02), (model.position_embedding.weight, 0.02)]
+    widths += [
+        (weight, narrow) for block in model.blocks for weight in (block.attention.out.weight, block.mlp[2].weight)
+    ]
+    for weight, width in widths:
+        # The variance of n normal numbers is known to √(2/n) of itself.
+        assert abs(weight.square().mean().item() / width**2 - 1) < 4 * math.sqrt(2 / weight.numel())
 
 
 @pytest.mark.parametrize(

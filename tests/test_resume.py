@@ -104,11 +104,6 @@ def test_killed_and_resumed_equals_straight(config, tmp_path, workers, accumulat
     assert_same_run(straight, broken)
 
 
-def stopped_run(config: Path, run_dir: Path, steps: int) -> None:
-    """Leave a run as an interruption right after the checkpoint of ``steps`` would."""
-    kill_after(steps, config, run_dir)
-
-
 def test_resume_in_process_equals_straight(config, tmp_path, monkeypatch):
     """The quick variant: the interruption is an exception in the middle of step 12."""
     from tasks.callbacks import Recorder

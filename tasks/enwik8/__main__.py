@@ -1,4 +1,4 @@
-"""``python -m tasks.enwik8 fit|validate|test|predict``: byte models from the command line."""
+"""``python -m tasks.enwik8 fit|validate|test``: byte models from the command line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import logging
 import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,6 +50,11 @@ class Enwik8CLI(LightningCLI):
             args=_with_hyperparameters(list(sys.argv[1:] if args is None else args)),
         )
 
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Those of the trainer that mean something here."""
+        return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name != "predict"}
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add what is not the trainer's, the model's or the data's."""
         parser.add_argument(
@@ -66,7 +70,7 @@ class Enwik8CLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Refuse, before anything is built, a folder that belongs to another run; find what to go on from."""
-        config = self.config[self.subcommand]
+        config = self.config[str(self.subcommand)]
         config.weights_only = True  # a checkpoint is data; no code in it is run
         self.run_directory = RunDirectory(Path(config.run_dir))
         self.is_fitting = self.subcommand == "fit"
@@ -86,8 +90,7 @@ class Enwik8CLI(LightningCLI):
             return
         self.run_directory.save_config(settings)
         if self.run_directory.is_finished:
-            result = _sentence(self.run_directory.info["validation"])
-            raise _Finished(f"{self.run_directory.path} is finished: {result}")
+            raise _Finished(f"{self.run_directory.path} is finished: {_sentence(self.run_directory.info)}")
         last = self.run_directory.last_checkpoint
         config.ckpt_path = str(last) if last else None
 
@@ -98,7 +101,7 @@ class Enwik8CLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """Build the trainer with the callbacks and loggers that make a run's folder."""
-        config = self.config_init[self.subcommand]
+        config = self.config_init[str(self.subcommand)]
         self.recorder = Recorder(self.run_directory, self.is_fitting)
         own = [self.recorder, ProgressBar()]
         loggers: Any = False
@@ -121,9 +124,9 @@ class Enwik8CLI(LightningCLI):
             trainer.validate(self.model, datamodule=self.datamodule, verbose=False)
         if trainer.is_global_zero:
             experiment, arm = run.path.resolve().parts[-3:-1]
-            names = {"experiment": experiment, "arm": arm, "seed": self.config_init.fit.seed_everything}
+            names = {"experiment": experiment, "arm": arm, "seed": self.config_init["fit"].seed_everything}
             run.update(names | {"finished": True})
-            print(f"{run.path}: {_sentence(run.info['validation'])}")
+            print(f"{run.path} is finished: {_sentence(run.info)}")
 
     def after_validate(self) -> None:
         """Say what was measured, and keep it beside the run it belongs to."""
@@ -137,13 +140,17 @@ class Enwik8CLI(LightningCLI):
         result = self.recorder.result
         if not self.trainer.is_global_zero or not result:
             return
-        print(f"{split}: {_sentence(result)}")
+        print(f"{split}: {_sentence({'validation': result})}")
         if self.run_directory.info:
             earlier = self.run_directory.info.get("evaluations", [])
             self.run_directory.update({"evaluations": [*earlier, result]})
 
 
-def _sentence(result: dict[str, Any]) -> str:
+def _sentence(info: dict[str, Any]) -> str:
+    """What was measured, with all that the figure depends on."""
+    result = info.get("validation")
+    if result is None:
+        return "not validated"
     return (
         f"{result['bpc']:.4f} bpc on the {result['split']} split of {result['data']} "
         f"({result['bytes_scored']:,} bytes scored, {result['evaluation']}, "
@@ -161,9 +168,7 @@ def _with_hyperparameters(args: list[str]) -> list[str]:
     hyperparameters.pop("_instantiator", None)
     if not hyperparameters:
         return args
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False) as file:
-        yaml.safe_dump({"model": hyperparameters}, file)
-    return [args[0], "--config", file.name, *args[1:]]
+    return [args[0], "--config", yaml.safe_dump({"model": hyperparameters}), *args[1:]]
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
