@@ -88,6 +88,7 @@ class ByteTransformer(nn.Module):
         Raises:
             ValueError: ``tokens`` are not ``(b, n)`` integers, or more than learned positions know.
         """
+        self._check_length(tokens.shape[-1])
         x = self._embed(tokens, torch.arange(tokens.shape[-1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
@@ -104,6 +105,8 @@ class ByteTransformer(nn.Module):
         positions = torch.arange(tokens.shape[-1], device=tokens.device)
         if states is not None:
             positions = states[0].position[:, None] + positions
+        if self.position_embedding is not None and positions.numel():
+            self._check_length(int(positions.max()) + 1)
         x = self._embed(tokens, positions)
         new_states = []
         for block, state in zip(self.blocks, states or [None] * len(self.blocks), strict=True):
@@ -146,13 +149,15 @@ class ByteTransformer(nn.Module):
             tokens.append(sample(logits[:, -1], temperature, top_k, generator)[:, None])
         return torch.cat(tokens, dim=1)
 
+    def _check_length(self, n: int) -> None:
+        if self.position_embedding is not None and n > self.seq_len:
+            raise ValueError(f"learned positions know {self.seq_len} tokens, got {n}")
+
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         if tokens.ndim != 2 or tokens.is_floating_point():
             raise ValueError(f"tokens must be (b, n) integers, got {tokens.dtype} of shape {tuple(tokens.shape)}")
         x = self.embedding(tokens.long())
         if self.position_embedding is not None:
-            if tokens.shape[1] > self.seq_len:
-                raise ValueError(f"learned positions know {self.seq_len} tokens, got {tokens.shape[1]}")
             x = x + self.position_embedding(positions)
         elif self.positions == "sinusoidal":
             x = x + sinusoids(positions, x.shape[-1]).to(x.dtype)
@@ -207,6 +212,6 @@ def sample(
         return logits.argmax(-1)
     logits = logits.float() / temperature
     if top_k is not None and top_k < logits.shape[-1]:
-        least = logits.topk(top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
+        kept = logits.topk(top_k)  # by index: of equal logits no more than k are kept
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, kept.indices, kept.values)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]

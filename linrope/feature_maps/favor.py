@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -12,7 +13,7 @@ from torch import Tensor
 from linrope.feature_maps.base import FeatureMap
 
 # Largest exponent of a scaled feature. Two features of e^30 and sums over e^28 terms of their products fit
-# into float32, and so do products that are e^-147 of the largest: room for queries and keys that peak apart.
+# into float32, and so do products that are e^-118 of the largest, with their gradients.
 _PEAK = 30.0
 
 
@@ -33,9 +34,14 @@ class FavorPlus(FeatureMap):
             rows; lower variance than independent rows.
         redraw_interval: Optimizer steps between two draws; None keeps the first draw for ever.
         seed: The projection is a function of (seed, step, layer), the same in every process.
+        scaled_dtype: Least precision of the features that layers use, and so of their sums. A query and
+            a key that peak in different features have a kernel far below both peaks: e^-140 of them
+            at d = 64 and entries of 30, where float32 ends at e^-118. ``"float32"`` is enough, and
+            twice as fast on a CPU, where ‖x̃‖ stays below about 20, as it does behind a layer norm.
 
     Raises:
-        ValueError: ``head_dim``, ``num_features`` or ``redraw_interval`` is smaller than 1.
+        ValueError: ``head_dim``, ``num_features`` or ``redraw_interval`` is smaller than 1, or an unknown
+            ``scaled_dtype``.
 
     Source: Choromanski et al. 2021 (arXiv 2009.14794), lemma 1 and section 2.4.
     """
@@ -50,8 +56,11 @@ class FavorPlus(FeatureMap):
         orthogonal: bool = True,
         redraw_interval: int | None = 1000,
         seed: int = 0,
+        scaled_dtype: Literal["float32", "float64"] = "float64",
     ) -> None:
         super().__init__()
+        if scaled_dtype not in ("float32", "float64"):
+            raise ValueError(f"scaled_dtype must be 'float32' or 'float64', got {scaled_dtype!r}")
         if num_features is None:
             num_features = max(2, int(head_dim * math.log(head_dim))) if head_dim > 0 else 0
             num_features += num_features % 2
@@ -64,6 +73,7 @@ class FavorPlus(FeatureMap):
                 raise ValueError(f"{name} must be at least 1, got {number}")
         self.head_dim, self.num_features = head_dim, num_features
         self.orthogonal, self.redraw_interval, self.seed = orthogonal, redraw_interval, seed
+        self.scaled_dtype = scaled_dtype
         self.register_buffer("projection", torch.empty(num_features, head_dim, dtype=torch.float32))
         self.redraw(step=0, layer=0)
 
@@ -77,11 +87,11 @@ class FavorPlus(FeatureMap):
 
     def scaled_query(self, query: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch m"]:
         """φ of each query up to a positive factor of its own; neither overflows nor vanishes."""
-        return _split_scale(self._log_features(query))[0]
+        return _split_scale(self._log_features(self._widen(query)))[0]
 
     def scaled_key(self, key: Float[Tensor, "*batch d"]) -> tuple[Float[Tensor, "*batch m"], Float[Tensor, "*batch"]]:
         """φ of each key as ``features * exp(log_scale)``, up to one factor common to all keys."""
-        return _split_scale(self._log_features(key))
+        return _split_scale(self._log_features(self._widen(key)))
 
     def redraw(self, step: int, layer: int) -> None:
         """Draw the projection afresh if ``step`` is 0 or a multiple of ``redraw_interval``."""
@@ -94,6 +104,10 @@ class FavorPlus(FeatureMap):
         if self.projection.device.type != "meta":
             with torch.no_grad():
                 self.projection.copy_(rows)
+
+    def _widen(self, x: Tensor) -> Tensor:
+        # Apple's GPUs have no float64.
+        return x.double() if self.scaled_dtype == "float64" and x.device.type != "mps" else x
 
     def _log_features(self, x: Tensor) -> Tensor:
         """ωᵀx̃ - ‖x̃‖²/2, in float32 or wider also under autocast: the exponents reach thousands."""
