@@ -11,6 +11,8 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from tasks.optimizers import MuonAdamW, split_parameters
+
 
 class NonFiniteError(RuntimeError):
     """A loss or a gradient is infinite or NaN."""
@@ -19,7 +21,7 @@ class NonFiniteError(RuntimeError):
 class LanguageModeling(lightning.LightningModule):
     """Train and evaluate a ``network`` that maps bytes ``(b, n)`` to logits ``(b, n, 256)``.
 
-    AdamW; the learning rate rises linearly over ``warmup_steps`` optimizer steps, then follows a half
+    AdamW, or Muon with it; the learning rate rises linearly over ``warmup_steps`` optimizer steps, then follows a half
     cosine down to ``final_lr_fraction`` of itself at the trainer's last step.
 
     Args:
@@ -30,6 +32,7 @@ class LanguageModeling(lightning.LightningModule):
         betas: AdamW's decay rates of the first and second moment.
         warmup_steps: Optimizer steps until the peak.
         final_lr_fraction: Learning rate at the last step, as a fraction of the peak.
+        muon: Whether Muon trains the matrices inside the network, and AdamW all else.
     """
 
     def __init__(
@@ -40,12 +43,13 @@ class LanguageModeling(lightning.LightningModule):
         betas: tuple[float, float] = (0.9, 0.95),
         warmup_steps: int = 50,
         final_lr_fraction: float = 0.1,
+        muon: bool = False,
     ) -> None:
         super().__init__()
         self.save_hyperparameters(ignore=["network"])  # whoever knows how it was made adds that
         self.network = network
         self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, betas
-        self.warmup_steps, self.final_lr_fraction = warmup_steps, final_lr_fraction
+        self.warmup_steps, self.final_lr_fraction, self.muon = warmup_steps, final_lr_fraction, muon
         self.grad_norm = math.nan
         self.scored: dict[str, tuple[float, int]] = {}
         self._states: Any = None
@@ -131,14 +135,17 @@ class LanguageModeling(lightning.LightningModule):
         self.log_dict({f"{name}/loss": loss, f"{name}/bpc": bits(loss)}, prog_bar=True, logger=False)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW with warm-up and cosine by optimizer step."""
-        embeddings = {id(p) for m in self.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-        decayed, others = [], []
-        for parameter in self.network.parameters():
-            is_matrix = parameter.ndim >= 2 and id(parameter) not in embeddings
-            (decayed if is_matrix else others).append(parameter)
-        groups = [{"params": decayed, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas)
+        """AdamW, or Muon with it, with warm-up and cosine by optimizer step."""
+        hidden, readout, others = split_parameters(self.network)
+        plain = [
+            {"params": readout, "weight_decay": self.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        if self.muon:
+            optimizer = MuonAdamW(hidden, plain, self.learning_rate, self.weight_decay, self.betas)
+        else:
+            plain[0]["params"] = hidden + readout
+            optimizer = torch.optim.AdamW(plain, lr=self.learning_rate, betas=self.betas)
         num_steps = int(self.trainer.estimated_stepping_batches)
 
         def factor(step: int) -> float:
