@@ -79,7 +79,7 @@ def compare(
     if not runs:
         console.print("No run has finished, so there is nothing to report.")
         return 1
-    rows = summarize(runs, plan.baseline)
+    rows = summarize(runs, plan.baseline, plan.against)
     picture, vector = draw(runs, home / "loss_curves", title=f"{plan.name}: {len(rows)} arms")
     write_summary(rows, home)
     again = ["python", "-m", "tasks.compare", str(plan.source), "--root", str(root), "--name", plan.name]

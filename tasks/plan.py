@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-_KEYS = ("name", "base", "settings", "seeds", "baseline", "arms")
+_KEYS = ("name", "base", "settings", "seeds", "baseline", "against", "arms")
 _OURS = ("--config", "--seed_everything", "--run_dir")  # a comparison sets these itself
 
 
@@ -39,6 +39,7 @@ class Plan:
         flags: Its settings, as arguments of the training command.
         seeds: Run for every arm, so that differences are paired.
         baseline: Label of the arm that the others are compared with.
+        against: For some arms, another arm that they are compared with instead.
         arms: In the order of the file; their configs begin with the common base.
     """
 
@@ -47,6 +48,7 @@ class Plan:
     flags: tuple[str, ...]
     seeds: tuple[int, ...]
     baseline: str
+    against: dict[str, str]
     arms: tuple[Arm, ...]
 
 
@@ -55,8 +57,8 @@ def read_plan(path: str | Path, name: str | None = None) -> Plan:
 
     Args:
         path: YAML with ``arms`` (name: list of configs), ``baseline`` (one of them), ``seeds``, and if
-            wanted ``base`` (configs of every arm), ``settings`` (dotted keys) and ``name``. Paths are
-            relative to the file.
+            wanted ``base`` (configs of every arm), ``settings`` (dotted keys), ``against`` (arm: its own
+            baseline) and ``name``. Paths are relative to the file.
         name: Overrides the file's.
 
     Raises:
@@ -93,6 +95,9 @@ def read_plan(path: str | Path, name: str | None = None) -> Plan:
         raise refuse(f"arms must map at least one name (text) to its list of configs, got {arms!r}")
     if content["baseline"] not in arms:
         raise refuse(f"baseline {content['baseline']!r} is none of the arms: {'; '.join(arms)}")
+    against = content.get("against", {})
+    if not (isinstance(against, dict) and all(one in arms and other in arms for one, other in against.items())):
+        raise refuse(f"against must map arms to arms, got {against!r}; arms are {'; '.join(arms)}")
     if not (isinstance(settings, dict) and all(isinstance(key, str) for key in settings)):
         raise refuse(f"settings must map dotted keys to values, got {settings!r}")
     name = name if name is not None else str(content.get("name", source.stem))
@@ -111,6 +116,7 @@ def read_plan(path: str | Path, name: str | None = None) -> Plan:
         flags=check_flags([f"--{key}={_written(value)}" for key, value in settings.items()], str(source)),
         seeds=tuple(seeds),
         baseline=content["baseline"],
+        against=against,
         arms=tuple(Arm(one, slug(one), base + configs(files, f"arm {one!r}")) for one, files in arms.items()),
     )
 

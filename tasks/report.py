@@ -132,19 +132,19 @@ def verdict(row: Row) -> str:
     paired = len(row.paired_seeds)
     few = f"{_seeds(paired)} {'is' if paired == 1 else 'are'} too few to conclude"
     if row.difference is None or row.difference_half is None:
-        return f"{end} ({_seeds(seeds)}). No difference to the baseline is given: {few}."
+        return f"{end} ({_seeds(seeds)}). No difference to {row.baseline} is given: {few}."
     low, high = row.difference - row.difference_half, row.difference + row.difference_half
     if row.p is None:
-        same = f"{row.arm} differed from the baseline by {row.difference:+.3f} bpc with every seed"
+        same = f"{row.arm} differed from {row.baseline} by {row.difference:+.3f} bpc with every seed"
         return f"{same}; without any spread no interval can be trusted: {few}."
     p = "p < 0.001" if row.p < 0.001 else f"p = {row.p:.3f}"
     numbers = f"{row.difference:+.3f} bpc (95% interval {low:+.3f} to {high:+.3f}, {p}, {paired} paired seeds)"
     if paired < ENOUGH_SEEDS:
-        return f"{row.arm} differed from the baseline by {numbers}, but {few}."
+        return f"{row.arm} differed from {row.baseline} by {numbers}, but {few}."
     if row.p >= SIGNIFICANT:
-        return f"No difference is shown between {row.arm} and the baseline: {numbers}."
+        return f"No difference is shown between {row.arm} and {row.baseline}: {numbers}."
     better = "lower (better)" if row.difference < 0 else "higher (worse)"
-    return f"{row.arm} ended {better} than the baseline: {numbers}."
+    return f"{row.arm} ended {better} than {row.baseline}: {numbers}."
 
 
 def _seeds(count: int) -> str:

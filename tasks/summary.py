@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ class Row:
 
     Attributes:
         arm: Its name.
-        is_baseline: Whether the others are compared with this one.
+        is_baseline: Whether the others are compared with this one, unless told otherwise.
+        baseline: The arm that this one is compared with, "the baseline" below.
         seeds: Seeds of its finished runs.
         diverged: Those of them whose final bpc is not finite; then no mean is given.
         bpc: Final validation bits per byte, mean over seeds.
@@ -50,6 +51,7 @@ class Row:
 
     arm: str
     is_baseline: bool
+    baseline: str
     seeds: tuple[int, ...]
     diverged: tuple[int, ...]
     bpc: float | None
@@ -74,25 +76,26 @@ def unfinished(runs: Iterable[Run]) -> list[Run]:
     return [run for run in runs if not run.finished]
 
 
-def summarize(runs: Sequence[Run], baseline: str) -> list[Row]:
+def summarize(runs: Sequence[Run], baseline: str, against: Mapping[str, str] | None = None) -> list[Row]:
     """Compare arms by their finished runs.
 
     Args:
         runs: Any runs; those not finished are left out (``unfinished`` names them).
         baseline: The arm that the others are compared with; without a finished run of it, rows carry
             no differences.
+        against: For some arms, another arm that they are compared with instead.
 
     Returns:
         One row per arm that has a finished run, in the order in which arms first appear.
     """
     arms = by_arm(run for run in runs if run.finished)
-    against = arms.get(baseline, [])
+    others = {arm: (against or {}).get(arm, baseline) for arm in arms}
+    return [_row(arm, group, baseline, others[arm], arms.get(others[arm], [])) for arm, group in arms.items()]
+
+
+def _row(arm: str, runs: list[Run], main_baseline: str, baseline: str, against: list[Run]) -> Row:
     ends = [_validations(run)[2][-1:] for run in against if math.isfinite(run.final_bpc)]
     target = float(np.mean(ends)) if against and len(ends) == len(against) else None
-    return [_row(arm, group, baseline, against, target) for arm, group in arms.items()]
-
-
-def _row(arm: str, runs: list[Run], baseline: str, against: list[Run], target: float | None) -> Row:
     final = {run.seed: run.final_bpc for run in runs}
     diverged = tuple(seed for seed, bpc in final.items() if not math.isfinite(bpc))
     values = np.array(list(final.values()))
@@ -110,7 +113,8 @@ def _row(arm: str, runs: list[Run], baseline: str, against: list[Run], target: f
     measured = [run.info.get("validation", {}) for run in runs]
     return Row(
         arm=arm,
-        is_baseline=arm == baseline,
+        is_baseline=arm == main_baseline,
+        baseline=baseline,
         seeds=tuple(final),
         diverged=diverged,
         bpc=float(values.mean()) if known else None,
@@ -212,7 +216,7 @@ def cells(row: Row) -> tuple[str, ...]:
     if row.is_baseline:
         difference, p = "baseline", ""
     elif row.difference is not None and row.difference_half is not None:
-        difference = f"{row.difference:+.3f} ± {row.difference_half:.3f}"
+        difference = f"{row.difference:+.3f} ± {row.difference_half:.3f}\nto {row.baseline}"
         p = "n/a: no spread" if row.p is None else "< 0.001" if row.p < 0.001 else f"{row.p:.3f}"
     else:
         reason = "n/a: needs ≥ 2 seeds" if len(row.paired_seeds) < 2 else "n/a: diverged"

@@ -312,7 +312,7 @@ def test_a_child_that_will_not_stop_is_killed(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sedes": [1]}, "unknown key sedes; known are name, base, settings, seeds, baseline, arms"),
+        ({"sedes": [1]}, "unknown key sedes; known are name, base, settings, seeds, baseline, against, arms"),
         ({"seeds": None}, "no seeds"),
         ({"baseline": None, "arms": None}, "no baseline, no arms"),
         ({"arms": {}}, "arms must map at least one name"),
@@ -321,6 +321,8 @@ def test_a_child_that_will_not_stop_is_killed(monkeypatch):
         ({"arms": {"elu+1, none": ["no.yaml"]}}, "names configs/no.yaml: no such file"),
         ({"base": ["no.yaml"]}, "base names configs/no.yaml: no such file"),
         ({"baseline": "other"}, "baseline 'other' is none of the arms: elu+1, none; elu+1, numerator"),
+        ({"against": {"elu+1, none": "other"}}, "against must map arms to arms"),
+        ({"against": ["elu+1, none"]}, "against must map arms to arms"),
         ({"arms": {"elu+1, none": [], "ELU+1 none": []}}, "would be 'ELU+1-none'"),
         ({"arms": {"elu+1, none": [], "!": []}}, "need different folders, both would be ''"),
         ({"seeds": []}, "seeds must be a list of whole numbers"),

@@ -85,18 +85,17 @@ def test_the_page_says_what_was_compared_and_how_it_is_made_again(tmp_path):
 
 def test_a_shown_difference_comes_with_interval_p_and_seeds(tmp_path):
     assert verdict_of(tmp_path, (2.91, 3.08, 3.00)) == (
-        "arm ended lower (better) than the baseline: "
-        "-0.103 bpc (95% interval -0.141 to -0.065, p = 0.007, 3 paired seeds)."
+        "arm ended lower (better) than base: -0.103 bpc (95% interval -0.141 to -0.065, p = 0.007, 3 paired seeds)."
     )
 
 
 def test_a_worse_arm_is_called_worse(tmp_path):
-    assert verdict_of(tmp_path, (3.09, 3.32, 3.20)).startswith("arm ended higher (worse) than the baseline: +0.103")
+    assert verdict_of(tmp_path, (3.09, 3.32, 3.20)).startswith("arm ended higher (worse) than base: +0.103")
 
 
 def test_a_difference_within_the_noise_is_not_called_one(tmp_path):
     text = verdict_of(tmp_path, (2.9, 3.4, 3.0))
-    assert text.startswith("No difference is shown between arm and the baseline: ")
+    assert text.startswith("No difference is shown between arm and base: ")
     assert "better" not in text
 
 

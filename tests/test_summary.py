@@ -93,6 +93,18 @@ def test_a_diverged_arm_stays_and_is_said_so(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text())[0]["bpc"] is None
 
 
+def test_an_arm_can_have_a_baseline_of_its_own(tmp_path):
+    write(tmp_path, "base", BASE)
+    write(tmp_path, "other", {seed: bpc + 1 for seed, bpc in BASE.items()})
+    write(tmp_path, "arm", ARM)
+    rows = {row.arm: row for row in summarize(find_runs(tmp_path), "base", {"arm": "other"})}
+    assert rows["arm"].baseline == "other"
+    assert rows["arm"].difference == pytest.approx(-0.31 / 3 - 1)
+    assert rows["other"].baseline == "base"
+    assert rows["other"].difference == pytest.approx(1)
+    assert "to other" in shown(rows.values())
+
+
 def test_a_diverged_baseline_sets_no_target(tmp_path):
     write(tmp_path, "base", {0: 3.0, 1: math.nan})
     write(tmp_path, "arm", {0: 2.0, 1: 2.0})
