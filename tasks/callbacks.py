@@ -108,7 +108,7 @@ class Recorder(Callback):
         self.result: dict[str, Any] = {}
         self._step, self._tokens, self._start = 0, 0, 0.0
         self._losses: list[torch.Tensor] = []
-        self._step_seconds = 0.0
+        self._step_seconds = self._rate = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         return {"seconds": self.seconds, "tokens": self._tokens}
@@ -120,8 +120,9 @@ class Recorder(Callback):
         self._step = trainer.global_step
         self.run.metrics.rewind(self._step)
 
-    def on_train_batch_start(self, *args: Any) -> None:
+    def on_train_batch_start(self, trainer: lightning.Trainer, *args: Any) -> None:
         self._start = time.perf_counter()
+        self._rate = trainer.optimizers[0].param_groups[0]["lr"]  # of this step; the schedule moves on before its end
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: LanguageModeling, outputs: Any, batch: torch.Tensor, batch_idx: int
@@ -141,7 +142,7 @@ class Recorder(Callback):
             "seconds": round(self.seconds, 4),
             "train/loss": loss,
             "train/bpc": bits(loss),
-            "lr": trainer.optimizers[0].param_groups[0]["lr"],
+            "lr": self._rate,
             "grad_norm": pl_module.grad_norm,
             "tokens_per_second": round(self._tokens / self._step_seconds, 1),
         }

@@ -110,7 +110,7 @@ def test_a_folder_of_another_run_is_refused_and_left_alone(run_dir, capsys):
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     assert fit(run_dir, "--model.learning_rate=0.5") == 1
     message = capsys.readouterr().err
-    assert "model.learning_rate: 0.002 -> 0.5" in message
+    assert "model.learning_rate: 0.008 -> 0.5" in message
     assert "--run_dir" in message
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
 
@@ -129,6 +129,9 @@ def test_what_a_run_leaves(run_dir):
     assert [row["step"] for row in rows] == ["1", "2"]
     assert float(rows[1]["val/bpc"]) == pytest.approx(validation["bpc"])
     assert float(rows[0]["train/bpc"]) == pytest.approx(float(rows[0]["train/loss"]) / 0.6931471805599453)
+    # Two steps of a warm-up over 50.
+    peak = yaml.safe_load((ROOT / "configs/enwik8/small.yaml").read_text())["model"]["learning_rate"]
+    assert [float(row["lr"]) for row in rows] == pytest.approx([peak / 50, 2 * peak / 50])
     saved = yaml.safe_load((run_dir / "config.yaml").read_text())
     assert saved["model"]["network"]["init_args"]["d_model"] == 16
     assert list((run_dir / "tensorboard").iterdir())
