@@ -267,7 +267,10 @@ class SoftmaxAttention(nn.Module):
             key, value = torch.cat((state.key, key), dim=2), torch.cat((state.value, value), dim=2)
             key_mask = torch.cat((state.key_mask, key_mask), dim=1)
         output = _masked_attention(query, key, value, key_mask, causal=True)
-        position = positions.expand(x.shape[:2])[:, -1] + 1 if x.shape[1] else _next_positions(x, state)
+        if x.shape[1]:
+            position = positions.expand(x.shape[:2])[:, -1].long() + 1
+        else:
+            position = key.new_zeros(x.shape[0], dtype=torch.long) if state is None else state.position
         output = self.out(rearrange(output, "b h n e -> b n (h e)"))
         return output, KeyValueState(key, value, key_mask, position)
 

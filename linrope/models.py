@@ -88,6 +88,7 @@ class ByteTransformer(nn.Module):
         Raises:
             ValueError: ``tokens`` are not ``(b, n)`` integers, or more than learned positions know.
         """
+        _check_tokens(tokens)
         self._check_length(tokens.shape[-1])
         x = self._embed(tokens, torch.arange(tokens.shape[-1], device=tokens.device))
         for block in self.blocks:
@@ -102,6 +103,7 @@ class ByteTransformer(nn.Module):
         Raises:
             ValueError: As in :meth:`forward`.
         """
+        _check_tokens(tokens)
         positions = torch.arange(tokens.shape[-1], device=tokens.device)
         if states is not None:
             positions = states[0].position[:, None] + positions
@@ -138,7 +140,8 @@ class ByteTransformer(nn.Module):
         Raises:
             ValueError: An empty prompt, a negative ``temperature`` or ``num_tokens``, ``top_k`` below 1.
         """
-        if prompt.ndim != 2 or prompt.shape[1] < 1:
+        _check_tokens(prompt)
+        if prompt.shape[1] < 1:
             raise ValueError(f"prompt must be (b, n) with n of at least 1, got {tuple(prompt.shape)}")
         if num_tokens < 0:
             raise ValueError(f"num_tokens must not be negative, got {num_tokens}")
@@ -154,14 +157,17 @@ class ByteTransformer(nn.Module):
             raise ValueError(f"learned positions know {self.seq_len} tokens, got {n}")
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        if tokens.ndim != 2 or tokens.is_floating_point():
-            raise ValueError(f"tokens must be (b, n) integers, got {tokens.dtype} of shape {tuple(tokens.shape)}")
         x = self.embedding(tokens.long())
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions)
         elif self.positions == "sinusoidal":
             x = x + sinusoids(positions, x.shape[-1]).to(x.dtype)
         return x
+
+
+def _check_tokens(tokens: Tensor) -> None:
+    if tokens.ndim != 2 or tokens.is_floating_point() or tokens.is_complex():
+        raise ValueError(f"tokens must be (b, n) integers, got {tokens.dtype} of shape {tuple(tokens.shape)}")
 
 
 class Block(nn.Module):

@@ -49,10 +49,15 @@ def rotate(
         The rotated features, in the dtype of ``features``.
 
     Raises:
-        ValueError: The rotated width is odd, or ``positions`` do not fit ``features``.
+        ValueError: The rotated width is odd, ``fraction`` outside (0, 1], an unknown ``pairing``, or
+            ``positions`` do not fit ``features``.
 
     Source: Su et al. 2021 (arXiv 2104.09864), eq. 34.
     """
+    if pairing not in ("interleaved", "half"):
+        raise ValueError(f"pairing must be 'interleaved' or 'half', got {pairing!r}")
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction must lie in (0, 1], got {fraction}")
     width = rotated_width(features.shape[-1], fraction)
     if width % 2:
         raise ValueError(

@@ -99,7 +99,7 @@ def draw(
                 curves = {arm: over_seeds(group, x, y, window=smooth) for arm, group in arms.items()}
                 drawn = {arm: curve for arm, curve in curves.items() if curve.x.size}
                 if absent := [arm for arm in curves if arm not in drawn]:
-                    note = "no finite value that all seeds share:\n" + "\n".join(absent)
+                    note = "nothing yet that all seeds share:\n" + "\n".join(absent)
                     axis.text(0.97, 0.97, note, transform=axis.transAxes, ha="right", va="top", **_NOTE)
                 if drawn:
                     heights = heights or _view(list(drawn.values()))

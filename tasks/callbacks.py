@@ -17,6 +17,8 @@ from tasks.environment import environment, peak_memory
 from tasks.language_modeling import LanguageModeling, NonFiniteError, bits
 from tasks.run_directory import RunDirectory, RunError
 
+_FLUSH_SECONDS = 5.0
+
 
 class Randomness(Callback):
     """Make all that is random in a training step a function of (seed, step), so that resuming needs no replay.
@@ -49,8 +51,9 @@ class Randomness(Callback):
 class Checkpoints(Callback):
     """Keep the last checkpoint, written aside and renamed, so that a run can be interrupted at any moment.
 
-    Where a step is followed by a validation, the checkpoint waits for its end: otherwise a run that is
-    interrupted in between would go on without having validated there.
+    One is taken every so many steps, after every validation and at the end. Where a step is followed by a
+    validation, the checkpoint waits for its end: otherwise a run that is interrupted in between would go
+    on without having validated there.
 
     Args:
         run: Where the run leaves its files.
@@ -67,19 +70,19 @@ class Checkpoints(Callback):
     def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any) -> None:
         batches = trainer.global_step * trainer.accumulate_grad_batches
         validates = trainer.enable_validation and batches % (trainer.val_check_batch or math.inf) == 0
-        if not validates:
-            self._save_if_due(trainer)
+        if not validates and trainer.global_step % self.every == 0:
+            self._save(trainer)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if trainer.state.fn == "fit":
-            self._save_if_due(trainer)
+            self._save(trainer)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self._save_if_due(trainer, at_end=True)
+        self._save(trainer)
 
-    def _save_if_due(self, trainer: lightning.Trainer, at_end: bool = False) -> None:
+    def _save(self, trainer: lightning.Trainer) -> None:
         step = trainer.global_step
-        if step != self._saved_step and (at_end or step % self.every == 0):
+        if step != self._saved_step:
             self._saved_step = step
             aside = self.run.checkpoint.with_name("last.ckpt.part")
             try:
@@ -108,7 +111,7 @@ class Recorder(Callback):
         self.result: dict[str, Any] = {}
         self._step, self._tokens, self._start = 0, 0, 0.0
         self._losses: list[torch.Tensor] = []
-        self._step_seconds = self._rate = 0.0
+        self._step_seconds = self._rate = self._flushed = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         return {"seconds": self.seconds, "tokens": self._tokens}
@@ -148,6 +151,9 @@ class Recorder(Callback):
         }
         self._losses, self._step_seconds = [], 0.0
         self._log(trainer, row)
+        if time.monotonic() - self._flushed > _FLUSH_SECONDS:  # so that others can follow the run
+            self._flushed = time.monotonic()
+            self.run.metrics.save()
         pl_module.log_dict(
             {"loss": loss, "bpc": row["train/bpc"], "tokens/s": row["tokens_per_second"]}, prog_bar=True, logger=False
         )
@@ -178,6 +184,8 @@ class Recorder(Callback):
         loss, targets = pl_module.scored[key]
         step = max(self._step, trainer.global_step)
         measured = trainer.datamodule.measurement(split) | {"bytes_scored": targets}  # type: ignore[attr-defined]
+        if measured["evaluation"] == "stream":  # it may have been told to stop before the end of the split
+            measured["context"] = targets
         self.result = {"bpc": bits(loss), "loss": loss, "step": step} | measured
         if not self.is_fitting:
             return
@@ -186,6 +194,8 @@ class Recorder(Callback):
         self.run.metrics.save()
         if trainer.is_global_zero:
             self.run.update({"validation": self.result} | self._facts(trainer, pl_module))
+            if not sys.stderr.isatty():  # where no bar is drawn
+                print(f"step {step} of {trainer.max_steps}: validation {bits(loss):.3f} bpc", flush=True)
 
     def _facts(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> dict[str, Any]:
         corpus = trainer.datamodule.corpus  # type: ignore[attr-defined]

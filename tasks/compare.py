@@ -91,6 +91,7 @@ def compare(
         picture=vector,
         problems=problems,
         arms={arm.label: arm.configs for arm in plan.arms},
+        settings=[*plan.flags, *flags],
         command=shlex.join([*again, *flags]),
     )
     print_table(rows, console)

@@ -28,6 +28,7 @@ def write_report(
     picture: Path,
     problems: Sequence[str],
     arms: Mapping[str, Sequence[Path]],
+    settings: Sequence[str],
     command: str,
 ) -> Path:
     """Write the page.
@@ -40,6 +41,7 @@ def write_report(
         picture: The loss curves as SVG; the page carries a copy.
         problems: Sentences about runs that are left out.
         arms: Each arm's configs, the later overriding the earlier; the page carries their text.
+        settings: Flags that overrule the configs in every arm.
         command: What makes all this again.
 
     Raises:
@@ -62,6 +64,7 @@ def write_report(
         verdicts=[verdict(row) for row in rows],
         warnings=[*warnings(runs, rows), *problems],
         arms={arm: [(str(file), file.read_text()) for file in files] for arm, files in arms.items()},
+        settings=list(settings),
         command=command,
     )
     return write_whole(path, page)

@@ -56,11 +56,24 @@ class RunDirectory:
         if not path.is_file():
             return {}
         try:
-            return json.loads(path.read_text())
-        except json.JSONDecodeError as error:
+            content = json.loads(path.read_text())
+            return content if isinstance(content, dict) else {}
+        except ValueError as error:
             raise RunError(
                 f"{path} is not JSON ({error}); delete it, and the run goes on from its checkpoint"
             ) from None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What config.yaml says; empty where there is none."""
+        path = self.path / "config.yaml"
+        if not path.is_file():
+            return {}
+        try:
+            content = yaml.safe_load(path.read_text())
+        except yaml.YAMLError as error:
+            raise RunError(f"{path} is not YAML ({' '.join(str(error).split())}); delete the folder") from None
+        return content if isinstance(content, dict) else {}
 
     def update(self, facts: dict[str, Any]) -> None:
         """Merge ``facts`` into run.json; the file is whole at every moment."""
@@ -73,8 +86,9 @@ class RunDirectory:
             RunError: The folder belongs to a run with other settings.
         """
         path = self.path / "config.yaml"
-        if path.is_file():
-            changes = differences(yaml.safe_load(path.read_text()), yaml.safe_load(config))
+        begun = self.last_checkpoint is not None or bool(self.info)
+        if path.is_file() and begun:  # a call that failed before its first checkpoint claims nothing
+            changes = differences(self.config, yaml.safe_load(config))
             if changes:
                 listed = "\n".join(f"  {change}" for change in changes[:10])
                 raise RunError(

@@ -174,7 +174,7 @@ def test_evaluating_again_is_reported_beside_the_run(run_dir, subcommand, capsys
     assert after == before, "what the training measured stays"
     assert evaluation["stride"] == 8
     assert f"{evaluation['bpc']:.4f} bpc" in printed
-    assert "stride 8" in printed
+    assert "at least 8)" in printed
 
 
 def test_a_feature_map_of_ones_own_trains_by_its_class_path(run_dir, tmp_path, monkeypatch):
@@ -214,6 +214,72 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(run_dir, capsys):
     assert str(checkpoint) in message
     assert checkpoint.read_bytes() == before
     assert fit(run_dir, f"--ckpt_path={checkpoint}", "--trainer.max_steps=4") == 0
+
+
+def test_a_prolonged_run_is_not_finished_until_it_is(run_dir, monkeypatch):
+    """It is interrupted, then the plain call goes on from its own last checkpoint."""
+    from tasks.callbacks import Recorder
+
+    assert fit(run_dir) == 0
+    longer = ("--trainer.max_steps=6", "--checkpoint_every=1")
+    original = Recorder.on_train_batch_start
+
+    def crash(self, trainer, *args):
+        if trainer.global_step == 4:
+            raise OSError("the lights went out")
+        original(self, trainer, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "on_train_batch_start", crash)
+        assert fit(run_dir, *longer, f"--ckpt_path={run_dir}/checkpoints/last.ckpt") == 1
+    assert json.loads((run_dir / "run.json").read_text())["finished"] is False
+    assert fit(run_dir, *longer) == 0
+    info = json.loads((run_dir / "run.json").read_text())
+    assert (info["finished"], info["steps"]) == (True, 6)
+
+
+def test_going_on_from_another_run_happens_once(run_dir, tmp_path):
+    assert fit(run_dir) == 0
+    other = tmp_path / "other" / "arm" / "seed-0"
+    call = (f"--ckpt_path={run_dir}/checkpoints/last.ckpt", "--trainer.max_steps=4")
+    assert fit(other, *call) == 0
+    before = (other / "metrics.csv").read_bytes()
+    assert fit(other, *call) == 0
+    assert (other / "metrics.csv").read_bytes() == before
+
+
+def test_a_call_that_fails_before_it_trains_claims_nothing(run_dir):
+    assert fit(run_dir, "--data.path=nowhere") == 1
+    assert fit(run_dir) == 0
+
+
+def test_evaluation_needs_weights_and_stays_with_its_run(run_dir, tmp_path, capsys):
+    assert fit(run_dir) == 0
+    other = tmp_path / "other" / "arm" / "seed-0"
+    assert fit(other) == 0
+    before = (other / "run.json").read_bytes()
+    config, checkpoint = f"--config={run_dir}/config.yaml", f"{run_dir}/checkpoints/last.ckpt"
+    assert main(["test", config]) == 1
+    assert "--ckpt_path" in capsys.readouterr().err
+    assert main(["test", config, f"--ckpt_path={checkpoint}", f"--run_dir={other}"]) == 0
+    assert (other / "run.json").read_bytes() == before, "what another run's weights reach is not this run's"
+    assert main(["test", config, f"--ckpt_path={checkpoint}"]) == 0
+    (evaluation,) = json.loads((run_dir / "run.json").read_text())["evaluations"]
+    assert (evaluation["step"], evaluation["checkpoint"]) == (2, checkpoint)
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a checkpoint", None])
+def test_a_damaged_checkpoint_is_named_when_the_run_goes_on(run_dir, capsys, damage):
+    assert fit(run_dir) == 0
+    checkpoint = run_dir / "checkpoints" / "last.ckpt"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:1000] if damage is None else damage)
+    (run_dir / "run.json").unlink()
+    assert fit(run_dir) == 1
+    assert f"{checkpoint} is not a whole checkpoint" in capsys.readouterr().err
+
+
+def test_without_a_progress_bar(run_dir):
+    assert fit(run_dir, "--trainer.enable_progress_bar=false") == 0
 
 
 def test_bfloat16_on_request(run_dir):

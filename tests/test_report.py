@@ -40,6 +40,7 @@ def page(root, **changes):
         "picture": picture,
         "problems": [],
         "arms": {row.arm: [overlay] for row in rows},
+        "settings": ["--trainer.max_steps=20"],
         "command": "python -m tasks.compare x.yaml --root 'a b'",
         **changes,
     }
@@ -61,7 +62,7 @@ class Tags(HTMLParser):
 def test_the_page_is_self_contained_and_everything_in_it_is_escaped(tmp_path):
     finals(tmp_path, "base", (3.0, 3.2, 3.1))
     finals(tmp_path, "evil", (2.9, 3.08, 3.0), label=NASTY)
-    text = page(tmp_path, name=NASTY, problems=[NASTY], command=NASTY)
+    text = page(tmp_path, name=NASTY, problems=[NASTY], settings=[NASTY], command=NASTY)
     parser = Tags()
     parser.feed(text)
     assert not {"script", "b", "link", "iframe"} & set(parser.tags)

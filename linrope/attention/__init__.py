@@ -13,7 +13,7 @@ from torch import Tensor
 from linrope.attention.chunked import chunked
 from linrope.attention.noncausal import noncausal
 from linrope.attention.reference import reference
-from linrope.attention.state import Inputs, State, empty_state
+from linrope.attention.state import Inputs, State, empty_state, full_precision
 
 __all__ = ["Backend", "State", "linear_attention", "stream_linear_attention"]
 
@@ -79,9 +79,11 @@ def linear_attention(
         query_positions = torch.arange(n, device=device)
     if key_positions is None:
         key_positions = query_positions if causal else torch.arange(s, device=device)
+    _check_positions("query_positions", query_positions, query_features)
+    _check_positions("key_positions", key_positions, key_features)
     if n == 0 or s == 0:
         return value.new_zeros(*query_features.shape[:3], value.shape[-1])
-    with torch.autocast(device.type, enabled=False):
+    with full_precision(device):
         inputs = _prepare(
             query_features,
             key_features,
@@ -147,7 +149,7 @@ def stream_linear_attention(
     if key_features.shape[2] != n:
         raise ValueError(f"streaming needs as many keys as queries, got {key_features.shape[2]} keys and {n} queries")
     device = query_features.device
-    with torch.autocast(device.type, enabled=False):
+    with full_precision(device):
         dtype = _compute_dtype(query_features, key_features, value)
         if state is None:
             state = empty_state(query_features.to(dtype), value, has_log_scale=key_log_scale is not None)
@@ -161,6 +163,8 @@ def stream_linear_attention(
             query_positions = state.position[:, None] + torch.arange(n, device=device)
         if key_positions is None:
             key_positions = query_positions
+        _check_positions("query_positions", query_positions, query_features)
+        _check_positions("key_positions", key_positions, key_features)
         inputs = _prepare(
             query_features,
             key_features,
@@ -176,7 +180,7 @@ def stream_linear_attention(
             output, new_state = reference(inputs, wide, causal=True)
         else:
             output, new_state = chunked(inputs, wide, chunk_size or _CHUNK_SIZE)
-        position = (key_positions[..., -1] + 1).expand(b).clone()
+        position = (key_positions[..., -1].long() + 1).expand(b).clone()
     return output.to(value.dtype), new_state._replace(position=position)
 
 
@@ -208,6 +212,12 @@ def _prepare(
     if rotary is None:
         return Inputs(query, key, query, key, value, log_scale)
     return Inputs(query, key, rotary(query, query_positions), rotary(key, key_positions), value, log_scale)
+
+
+def _check_positions(name: str, positions: Tensor, features: Tensor) -> None:
+    b, _, n, _ = features.shape
+    if positions.shape not in ((n,), (b, n), (1, n)):
+        raise ValueError(f"{name} must be (n,) = {(n,)} or (b, n) = {(b, n)}, got {tuple(positions.shape)}")
 
 
 def _check(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -40,6 +41,11 @@ def empty_state(
         position=zeros(b, dtype=torch.long),
         log_scale=query_features.new_full((b, h), floor),
     )
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """Switch autocast off, where the device knows it at all."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 class Inputs(NamedTuple):

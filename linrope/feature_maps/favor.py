@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from contextlib import nullcontext
 from typing import Literal
 
 import torch
@@ -112,7 +113,8 @@ class FavorPlus(FeatureMap):
     def _log_features(self, x: Tensor) -> Tensor:
         """ωᵀx̃ - ‖x̃‖²/2, in float32 or wider also under autocast: the exponents reach thousands."""
         dtype = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
+        # The meta device knows no autocast.
+        with nullcontext() if x.device.type == "meta" else torch.autocast(x.device.type, enabled=False):
             x = x.to(dtype) / self.head_dim**0.25
             return x @ self.projection.to(dtype).mT - x.square().sum(-1, keepdim=True) / 2
 

@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tasks.callbacks import Checkpoints, ProgressBar, Randomness, Recorder
 from tasks.enwik8.data import ByteData
 from tasks.language_modeling import LanguageModeling, NonFiniteError
-from tasks.run_directory import RunDirectory, RunError
+from tasks.run_directory import RunDirectory, RunError, differences
 
 _TRAINER_DEFAULTS = {
     "max_steps": 600,
@@ -75,6 +75,8 @@ class Enwik8CLI(LightningCLI):
         self.run_directory = RunDirectory(Path(config.run_dir))
         self.is_fitting = self.subcommand == "fit"
         if not self.is_fitting:
+            if not config.ckpt_path:
+                raise RunError(f"{self.subcommand} needs weights: give --ckpt_path RUN_DIR/checkpoints/last.ckpt")
             return
         if config.trainer.max_steps < 1:
             raise RunError(
@@ -85,14 +87,21 @@ class Enwik8CLI(LightningCLI):
         text = self.parser.dump(self.config, skip_unset=False)
         self.settings = yaml.safe_load(text)["fit"]
         settings = yaml.safe_dump(self.settings, sort_keys=False)
-        if config.ckpt_path:
-            self.run_directory.replace_config(settings)
+        run = self.run_directory
+        same = bool(run.config) and not differences(run.config, self.settings)
+        if config.ckpt_path and not (same and run.config.get("ckpt_path") == config.ckpt_path):
+            run.replace_config(settings)
+            if run.info:
+                run.update({"finished": False})
             return
-        self.run_directory.save_config(settings)
+        run.save_config(settings)
         if self.run_directory.is_finished:
             raise _Finished(f"{self.run_directory.path} is finished: {_sentence(self.run_directory.info)}")
         last = self.run_directory.last_checkpoint
-        config.ckpt_path = str(last) if last else None
+        if last:
+            load_checkpoint(last)  # says so if the file is damaged
+            config.ckpt_path = str(last)
+        print(f"{self.run_directory.path} {'goes on from its last checkpoint' if last else 'begins'}", flush=True)
 
     def after_instantiate_classes(self) -> None:
         """Let checkpoints say how the network was made, so that they can be loaded without its config."""
@@ -103,7 +112,9 @@ class Enwik8CLI(LightningCLI):
         """Build the trainer with the callbacks and loggers that make a run's folder."""
         config = self.config_init[str(self.subcommand)]
         self.recorder = Recorder(self.run_directory, self.is_fitting)
-        own = [self.recorder, ProgressBar()]
+        own = [self.recorder]
+        if config.trainer.enable_progress_bar is not False:
+            own.append(ProgressBar())
         loggers: Any = False
         if self.is_fitting:
             path = self.run_directory.path
@@ -141,7 +152,10 @@ class Enwik8CLI(LightningCLI):
         if not self.trainer.is_global_zero or not result:
             return
         print(f"{split}: {_sentence({'validation': result})}")
-        if self.run_directory.info:
+        checkpoint = Path(self.config_init[str(self.subcommand)].ckpt_path)
+        result |= {"checkpoint": str(checkpoint), "step": load_checkpoint(checkpoint).get("global_step")}
+        own = checkpoint.resolve().is_relative_to(self.run_directory.path.resolve())
+        if own and self.run_directory.info:
             earlier = self.run_directory.info.get("evaluations", [])
             self.run_directory.update({"evaluations": [*earlier, result]})
 
@@ -153,8 +167,8 @@ def _sentence(info: dict[str, Any]) -> str:
         return "not validated"
     return (
         f"{result['bpc']:.4f} bpc on the {result['split']} split of {result['data']} "
-        f"({result['bytes_scored']:,} bytes scored, {result['evaluation']}, "
-        f"context {result['context']:,}, stride {result['stride']:,})"
+        f"({result['bytes_scored']:,} bytes scored, {result['evaluation']}, context up to {result['context']:,} bytes"
+        + (f", at least {result['stride']:,})" if result["stride"] else ")")
     )
 
 
@@ -193,10 +207,12 @@ def main(args: Sequence[str] | None = None) -> int:
         Enwik8CLI(args)
     except _Finished as finished:
         print(finished)
-    except (RunError, NonFiniteError, ValueError, OSError, RuntimeError) as error:
+    except Exception as error:
         if os.environ.get("LINROPE_TRACEBACK"):
             raise
         message = str(error).replace("\n\t", "\n  ")
+        if not isinstance(error, (RunError, NonFiniteError, ValueError, OSError, RuntimeError)):
+            message = f"{type(error).__name__}: {message}"
         print(f"error: {message}\n(LINROPE_TRACEBACK=1 shows where)", file=sys.stderr)
         return 1
     return 0
