@@ -140,9 +140,9 @@ class ByteTransformer(nn.Module):
         Raises:
             ValueError: An empty prompt, a negative ``temperature`` or ``num_tokens``, ``top_k`` below 1.
         """
-        _check_tokens(prompt)
-        if prompt.shape[1] < 1:
+        if prompt.ndim != 2 or prompt.shape[1] < 1:
             raise ValueError(f"prompt must be (b, n) with n of at least 1, got {tuple(prompt.shape)}")
+        _check_tokens(prompt)
         if num_tokens < 0:
             raise ValueError(f"num_tokens must not be negative, got {num_tokens}")
         tokens = [prompt.long()]

@@ -509,7 +509,7 @@ def test_a_wrong_width_is_refused(kind):
 @both_kinds
 @pytest.mark.parametrize("placement", ["numerator", "before"])
 def test_wrong_positions_are_refused(kind, placement):
-    with pytest.raises(ValueError, match=r"positions must be.*n = 7, got \(8,\)"):
+    with pytest.raises(ValueError, match=r"positions must be.*7.*got \(8,\)"):
         make(kind, placement)(randn(B, 7, D_MODEL), positions=torch.arange(8))
 
 
@@ -572,3 +572,28 @@ def test_the_output_has_the_dtype_of_the_input(kind, dtype):
 def test_the_chunk_size_changes_nothing(chunk_size):
     layer, x = make_layer("FavorPlus-16", "numerator", chunk_size=chunk_size), randn(B, 70, D_MODEL)
     close(layer(x), by_hand(layer, x, placement="numerator"), 1e-10)
+
+
+@pytest.mark.parametrize("kind", ["linear", "softmax"])
+def test_no_tokens_leave_a_state_that_goes_on(kind):
+    layer = (LinearAttention if kind == "linear" else SoftmaxAttention)(8, 2).double()
+    x = randn(2, 5, 8)
+    _, state = layer.stream(x[:, :0])
+    assert torch.equal(state.position, torch.zeros(2, dtype=torch.long))
+    first, state = layer.stream(x[:, :3], state)
+    _, state = layer.stream(x[:, 3:3], state)
+    rest, state = layer.stream(x[:, 3:], state)
+    close(torch.cat((first, rest), dim=1), layer(x), 1e-12)
+    assert torch.equal(state.position, torch.full((2,), 5))
+
+
+@pytest.mark.parametrize("kind", ["linear", "softmax"])
+def test_a_layer_on_the_meta_device_gives_shapes_and_then_loads(kind):
+    build = partial(LinearAttention, feature_map=FavorPlus) if kind == "linear" else SoftmaxAttention
+    layer = build(8, 2, rotary=Rotary())
+    with torch.device("meta"):
+        blank = build(8, 2, rotary=Rotary())
+    assert blank(torch.empty(2, 3, 8, device="meta")).shape == (2, 3, 8)
+    blank.to_empty(device="cpu").load_state_dict(layer.state_dict(), strict=True)
+    x = randn(2, 3, 8, dtype=torch.float32)
+    assert torch.equal(blank(x), layer(x))

@@ -109,8 +109,20 @@ def test_killed_and_resumed_equals_straight(config, tmp_path, workers, accumulat
     assert_same_run(straight, broken)
 
 
-def test_resume_in_process_equals_straight(config, tmp_path, monkeypatch):
+PERFORMER = """
+  network:
+    class_path: performer_pytorch.PerformerLM
+    init_args: {num_tokens: 256, max_seq_len: 16, dim: 16, depth: 1, heads: 2, dim_head: 8, causal: true,
+                feature_redraw_interval: 7, ff_dropout: 0.1}
+data:"""
+
+
+@pytest.mark.parametrize("network", ["ours", "performer-pytorch"])
+def test_resume_in_process_equals_straight(config, tmp_path, monkeypatch, network):
     """The quick variant: the interruption is an exception in the middle of step 12."""
+    if network == "performer-pytorch":
+        head, tail = TINY.split("  network:")
+        config.write_text(head.rstrip() + PERFORMER + tail.split("data:")[1])
     from tasks.callbacks import Recorder
     from tasks.enwik8.__main__ import main
 
