@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import yaml
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 
@@ -112,7 +113,7 @@ class Enwik8CLI(LightningCLI):
         """Build the trainer with the callbacks and loggers that make a run's folder."""
         config = self.config_init[str(self.subcommand)]
         self.recorder = Recorder(self.run_directory, self.is_fitting)
-        own = [self.recorder]
+        own: list[Callback] = [self.recorder]
         if config.trainer.enable_progress_bar is not False:
             own.append(ProgressBar())
         loggers: Any = False
