@@ -310,11 +310,12 @@ def test_a_layer_streams_past_pads(make):
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_state_of_a_low_precision_layer_is_float32(name, placement, dtype):
+def test_the_state_of_a_low_precision_layer_is_float32_or_wider(name, placement, dtype):
     layer = LAYERS[f"{name}-{placement}"](8, 2).to(dtype)
     output, state = layer.stream(randn(1, 5, 8, dtype=dtype))
     assert output.dtype == dtype
-    assert state.kv.dtype == state.key_sum.dtype == state.log_scale.dtype == torch.float32
+    assert state.kv.dtype == state.key_sum.dtype == state.log_scale.dtype
+    assert torch.finfo(state.kv.dtype).bits >= 32
 
 
 @pytest.mark.parametrize("make", [LinearAttention, SoftmaxAttention])
