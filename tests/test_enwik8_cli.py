@@ -20,6 +20,7 @@ TINY = [
     "--trainer.max_steps=2",
     "--trainer.val_check_interval=2",
     "--trainer.limit_val_batches=1",
+    "--trainer.limit_test_batches=1",
     "--model.network.num_layers=1",
     "--model.network.d_model=16",
     "--model.network.attention.num_heads=2",
