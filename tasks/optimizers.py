@@ -8,19 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-NUM_BYTES = 256
-
 
 def split_parameters(network: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
-    """Parameters as hidden matrices, matrices that read out bytes, and all others: embeddings, gains, biases."""
+    """Parameters as hidden matrices, the last matrix (it reads out bytes), and all others: embeddings, gains, biases."""
     embeddings = {id(p) for m in network.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    hidden, readout, others = [], [], []
+    matrices, others = [], []
     for parameter in network.parameters():
-        if parameter.ndim != 2 or id(parameter) in embeddings:
-            others.append(parameter)
-        else:
-            (readout if parameter.shape[0] == NUM_BYTES else hidden).append(parameter)
-    return hidden, readout, others
+        (matrices if parameter.ndim == 2 and id(parameter) not in embeddings else others).append(parameter)
+    return matrices[:-1], matrices[-1:], others
 
 
 class MuonAdamW(torch.optim.Optimizer):

@@ -33,7 +33,8 @@ def take_step(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
 
 
 def test_every_parameter_has_one_place_and_the_right_one():
-    model = ByteTransformer(num_layers=1, d_model=16, positions="learned", seq_len=8)
+    # The MLP's first matrix has 256 rows, as the head has.
+    model = ByteTransformer(num_layers=1, d_model=64, positions="learned", seq_len=8)
     names = {id(p): name for name, p in model.named_parameters()}
     hidden, readout, others = ({names[id(p)] for p in part} for part in split_parameters(model))
     attention = {f"blocks.0.attention.{name}.weight" for name in ("query", "key", "value", "out")}
