@@ -1,5 +1,8 @@
 """One thread, one seed: a test gives the same numbers alone and among others."""
 
+# First of all: typing takes Optional[Union[int, float]] and Optional[Union[float, int]] for one type, that of whoever
+# came first, and with the second one `--trainer.limit_val_batches=1` would mean all batches, not one.
+import lightning.pytorch  # noqa: F401
 import pytest
 import torch
 from hypothesis import settings
