@@ -1,9 +1,14 @@
-"""Writing a file so that a reader never meets half of it."""
+"""Writing files and figures so that a reader never meets half of one."""
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # training writes files too, and needs no matplotlib for it
+    from matplotlib.figure import Figure
 
 
 def write_whole(path: str | Path, content: str | bytes) -> Path:
@@ -30,3 +35,17 @@ def write_whole(path: str | Path, content: str | bytes) -> Path:
     finally:
         aside.unlink(missing_ok=True)
     return path
+
+
+def save_figure(figure: Figure, stem: Path) -> tuple[Path, Path]:
+    """Write ``<stem>.png`` and ``<stem>.svg``, the same bytes for the same figure; returns their paths.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
+    paths = []
+    for suffix, metadata in ((".png", {"Software": None}), (".svg", {"Date": None})):
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=suffix[1:], metadata=metadata, dpi=200)
+        paths.append(write_whole(stem.with_name(stem.name + suffix), buffer.getvalue()))
+    return paths[0], paths[1]

@@ -7,7 +7,6 @@ experiments.
 from __future__ import annotations
 
 import argparse
-import io
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -21,29 +20,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from plots.curves import Curve, over_seeds
-from plots.files import write_whole
+from plots.files import save_figure
 from plots.labels import spread
 from plots.runs import Run, RunError, by_arm, find_runs
-from plots.styles import Style, styles
+from plots.styles import FAINT, INK, PAPER, Style, styles
 
-INK, FAINT = "#222222", "#666666"
-
-_RC: dict[Any, Any] = {
-    "font.family": "sans-serif",
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": FAINT,
-    "axes.linewidth": 0.7,
-    "xtick.color": FAINT,
-    "ytick.color": FAINT,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "grid.color": "#E4E4E4",
-    "grid.linewidth": 0.6,
-    "svg.fonttype": "none",  # text stays text: searchable, and small
-    "svg.hashsalt": "linrope",  # the same runs give the same bytes
-}
 _NOTE: dict[str, Any] = {"color": FAINT, "fontsize": 8, "parse_math": False}
 _LABEL_GAP = 0.15  # inches between the middles of two labels
 _PANEL_HEIGHT, _PANEL_WIDTH = 2.7, 2.4  # inches
@@ -88,7 +69,7 @@ def draw(
         ("train/bpc", window, f"training bits per byte (bpc){smoothing}"),
         ("val/bpc", 1, "validation bits per byte (bpc)"),
     )
-    with matplotlib.rc_context(_RC):
+    with matplotlib.rc_context(PAPER):
         figure, axes = _canvas(list(arms), title or "Loss curves", describe(runs))
         looks = styles(list(arms))
         for across, (y, smooth, y_label) in zip(axes, rows, strict=True):
@@ -105,7 +86,7 @@ def draw(
                     heights = heights or _view(list(drawn.values()))
                     axis.set_ylim(*heights)
                     _panel(axis, drawn, scale, looks, marked=y == "val/bpc")
-        return _save(figure, Path(path_stem))
+        return save_figure(figure, Path(path_stem))
 
 
 def describe(runs: Sequence[Run]) -> str:
@@ -210,15 +191,6 @@ def _name_ends(axis: Axes, curves: dict[str, Curve], scale: float, looks: dict[s
         elbow = axis.get_yaxis_transform()  # x in widths of the panel, y in bpc
         axis.plot([1.0, 1.07], [end, height], transform=elbow, **leader)
         axis.text(1.085, height, name, transform=elbow, color=dark, va="center", parse_math=False)
-
-
-def _save(figure: Figure, stem: Path) -> tuple[Path, Path]:
-    paths = []
-    for suffix, metadata in ((".png", {"Software": None}), (".svg", {"Date": None})):
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format=suffix[1:], metadata=metadata, dpi=200)
-        paths.append(write_whole(stem.with_name(stem.name + suffix), buffer.getvalue()))
-    return paths[0], paths[1]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple, get_args
 
+import pytest
 import torch
 from torch import Tensor
 
 import linrope
-from linrope import FavorPlus, FeatureMap, Rotary, linear_attention
-from linrope.attention import Backend
+from linrope import DPFP, T2R, CosFormer, FavorPlus, FeatureMap, LogFeatureMap, OnePlusCosine, Rotary, linear_attention
+from linrope.attention import Backend, Normalizer
 
 # Every concrete map that linrope exports: one exported tomorrow is covered tomorrow.
 EXPORTED: dict[str, Callable[[int], FeatureMap]] = {
@@ -23,10 +23,15 @@ EXPORTED: dict[str, Callable[[int], FeatureMap]] = {
     and issubclass(thing, FeatureMap)
     and not inspect.isabstract(thing)
 }
+# Where a map takes a floor and has none by default, both are tried.
 MAPS: dict[str, Callable[[int], FeatureMap]] = {
     **EXPORTED,
     "FavorPlus-16": partial(FavorPlus, num_features=16),
+    **{f"{kind.__name__}-floor": partial(kind, floor=0.01) for kind in (CosFormer, DPFP, OnePlusCosine, T2R)},
 }
+# One of each kind: elementwise; random, with log-scales, two widths; signed of odd width; learned; with positions;
+# with a kernel that can be negative. What is long is done for these in every run, and for the others where there is time.
+CORE = ("EluPlusOne", "FavorPlus", "FavorPlus-16", "Taylor", "Hedgehog", "CosFormer-floor", "RandomFourier")
 PLACEMENTS = ("none", "numerator", "before")
 CHUNK_SIZES = (1, 3, 16, 64)
 
@@ -51,6 +56,34 @@ def _paths() -> list[Path]:
 
 PATHS = _paths()
 CAUSAL_PATHS = [path for path in PATHS if path.causal]
+
+
+def mostly_slow(names: Iterable[str]) -> list[Any]:
+    """Parameters for pytest; those that name no map of ``CORE`` are slow."""
+    core = {f"{name}{rest}" for name in CORE for rest in ("", *(f"-{placement}" for placement in PLACEMENTS))}
+    return [pytest.param(n, marks=[] if n in core or n not in _OF_MAPS else [pytest.mark.slow]) for n in names]
+
+
+_OF_MAPS = {f"{name}{rest}" for name in MAPS for rest in ("", *(f"-{placement}" for placement in PLACEMENTS))}
+
+
+def normalizer_of(feature_map: FeatureMap) -> Normalizer:
+    """Return what the map's numerators can be divided by."""
+    return "features" if feature_map.kernel_is_positive else "rms"
+
+
+# Maps whose sums can be divided by.
+DIVIDED = [name for name, make in MAPS.items() if make(4).kernel_is_positive]
+
+
+def attention_options(name: str, placement: str, rotary: Rotary | None = None) -> dict[str, Any]:
+    """Return the arguments of a layer with this map and placement."""
+    return {
+        "feature_map": MAPS[name],
+        "rotary": None if placement == "none" else rotary or Rotary(),
+        "rotary_placement": "before" if placement == "before" else "numerator",
+        "normalizer": "features" if name in DIVIDED else "rms",
+    }
 
 
 def make_map(name: str, head_dim: int, dtype: torch.dtype = torch.float64) -> FeatureMap:
@@ -116,6 +149,7 @@ def truth(
     query_positions: Tensor | None = None,
     key_positions: Tensor | None = None,
     log_scale: Tensor | None = None,
+    normalizer: Normalizer = "features",
 ) -> Truth:
     """REF: explicit n × s matrices in float64, from mapped queries and keys; differentiable."""
     query, key, value = query.double(), key.double(), value.double()
@@ -141,12 +175,22 @@ def truth(
             (x - x.detach().amax(-1, keepdim=True).nan_to_num(neginf=0.0)).exp() for x in (c_row, c_end)
         )
     numerator = (torch.einsum("bhnm,bhsm->bhns", rotated_query, rotated_key) * weight) @ value
-    normalizer = (torch.einsum("bhnm,bhsm->bhns", query, key) * weight).sum(-1)
+    key_sums = (torch.einsum("bhnm,bhsm->bhns", query, key) * weight).sum(-1)
     empty = ~allowed.any(-1)
-    output = numerator / normalizer.masked_fill(empty, 1.0)[..., None]
+    output = divided(numerator, key_sums, normalizer, empty)
     kv = torch.einsum("bhs,bhsm,bhse->bhme", weight_at_end.expand(key.shape[:3]), rotated_key, value)
     key_sum = torch.einsum("bhs,bhsm->bhm", weight_at_end.expand(key.shape[:3]), key)
-    return Truth(output, kv, key_sum, normalizer)
+    return Truth(output, kv, key_sum, key_sums)
+
+
+def divided(numerator: Tensor, key_sums: Tensor, normalizer: Normalizer, empty: Tensor | None = None) -> Tensor:
+    """Divide as each ``normalizer`` promises; rows that are ``empty`` stay 0."""
+    if normalizer is None:
+        return numerator
+    if normalizer == "features":
+        return numerator / (key_sums if empty is None else key_sums.masked_fill(empty, 1.0))[..., None]
+    square = numerator.square().mean(-1, keepdim=True)
+    return numerator / square.masked_fill(square == 0, 1.0).sqrt()
 
 
 def rotary_for(feature_map: FeatureMap, placement: str, rotary: Rotary | None = None) -> Rotary | None:
@@ -169,7 +213,13 @@ def attend(
         query, key = (Rotary()(x, torch.arange(x.shape[2])) for x in (query, key))
     query, key, log_scale = mapped(feature_map, query, key, scaled)
     return linear_attention(
-        query, key, value, rotary=rotary_for(feature_map, placement), key_log_scale=log_scale, **options
+        query,
+        key,
+        value,
+        rotary=rotary_for(feature_map, placement),
+        key_log_scale=log_scale,
+        normalizer=normalizer_of(feature_map),
+        **options,
     )
 
 
@@ -188,19 +238,20 @@ def true_attend(
     if placement == "before":
         query, key = (turn(x, torch.arange(x.shape[2])) for x in (query, key))
     rotate = turn if placement == "numerator" else None
-    return truth(feature_map.map_query(query), feature_map.map_key(key), value, rotate=rotate, **options).output
+    mapped_pair = feature_map.map_query(query), feature_map.map_key(key)
+    return truth(*mapped_pair, value, rotate=rotate, normalizer=normalizer_of(feature_map), **options).output
 
 
-def log_split(feature_map: FeatureMap, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return float64 features that do not underflow and the logarithm of what they lack."""
-    x = x.double()
-    if isinstance(feature_map, FavorPlus):
-        x = x / math.sqrt(math.sqrt(feature_map.head_dim))
-        exponent = x @ feature_map.projection.double().T - (x * x).sum(-1, keepdim=True) / 2
-        top = exponent.amax(-1)
-        return (exponent - top[..., None]).exp(), top
-    features, log_scale = feature_map.double().scaled_key(x)
-    return features, features.new_zeros(features.shape[:-1]) if log_scale is None else log_scale
+def log_split(feature_map: FeatureMap, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return float64 features that do not underflow and the logarithm of what the keys' lack."""
+    feature_map, query, key = feature_map.double(), query.double(), key.double()
+    if isinstance(feature_map, LogFeatureMap):
+        log_query, log_key = feature_map.log_query(query), feature_map.log_key(key)
+        tops = log_query.amax(-1, keepdim=True), log_key.amax(-1, keepdim=True)
+        return (log_query - tops[0]).exp(), (log_key - tops[1]).exp(), tops[1][..., 0]
+    features, log_scale = feature_map.scaled_key(key)
+    log_scale = features.new_zeros(features.shape[:-1]) if log_scale is None else log_scale
+    return feature_map.scaled_query(query), features, log_scale
 
 
 class PeakedTruth(NamedTuple):
@@ -216,6 +267,7 @@ def peaked_truth(
     value: Tensor,
     log_scale: Tensor,
     rotate: Callable[[Tensor, Tensor], Tensor] | None = None,
+    normalizer: Normalizer = "features",
     block: int = 512,
 ) -> PeakedTruth:
     """Causal REF in log space, a block of rows at a time: exact where plain sums underflow."""
@@ -231,12 +283,14 @@ def peaked_truth(
         future = torch.arange(end) > torch.arange(begin, end)[:, None]
         kernel = query[:, :, rows] @ key[:, :, :end].mT
         log_kernel = (kernel.abs().log() + c).masked_fill(future, -torch.inf)
-        assert (kernel.masked_fill(future, 1.0) != 0).all(), "the truth itself underflows"
+        if normalizer == "features":
+            assert (kernel.masked_fill(future, 1.0) != 0).all(), "the truth itself underflows"
         top = log_kernel.amax(-1, keepdim=True)
         weight = (c - top).masked_fill(future, -torch.inf).exp()
         score = kernel if rotate is None else rotated_query[:, :, rows] @ rotated_key[:, :, :end].mT
-        normalizer = (kernel * weight).sum(-1, keepdim=True)
-        outputs.append((score * weight) @ v / normalizer)
+        numerator = (score * weight) @ v
+        by = (kernel * weight).sum(-1) if normalizer == "features" else numerator.square().mean(-1).sqrt()
+        outputs.append(divided(numerator, by, normalizer))
         products = rotated_query[:, :, rows].abs() @ rotated_key[:, :, :end].abs().mT
-        terms.append((products * weight) @ v.abs() / normalizer.abs())
+        terms.append((products * weight) @ v.abs() / by.abs()[..., None])
     return PeakedTruth(torch.cat(outputs, 2), torch.cat(terms, 2))

@@ -11,6 +11,7 @@ import yaml
 
 from tasks.enwik8.__main__ import main
 from tasks.plan import read_plan
+from tests.cases import EXPORTED
 
 ROOT = Path(__file__).parents[1]
 SHRINK = [
@@ -65,7 +66,7 @@ def test_overlays_take_a_step(path, tmp_path):
     one_step(tmp_path / "e" / "a" / "seed-0", "configs/enwik8/small.yaml", path)
 
 
-ARMS = {
+ARMS = {  # each combination once
     f"{Path(source).stem}: {arm.label}": arm.configs
     for source in configs("compare")
     for arm in read_plan(ROOT / source).arms
@@ -80,7 +81,7 @@ def test_arms_of_comparisons_take_a_step(arm, tmp_path):
 def test_overlays_change_what_they_name_and_nothing_else():
     """A position overlay holds positions and rotation alone, a feature map's the feature map alone."""
     allowed = {
-        "feature_maps": {"attention.feature_map"},
+        "feature_maps": {"attention.feature_map", "attention.normalizer"},
         "positions": {"positions", "attention.rotary", "attention.rotary_placement"},
     }
     for folder, keys in allowed.items():
@@ -89,6 +90,20 @@ def test_overlays_change_what_they_name_and_nothing_else():
             network = content["model"]["network"]["init_args"]
             attention = network.pop("attention", {}).get("init_args", {})
             assert set(network) | {f"attention.{key}" for key in attention} <= keys, path
+
+
+def test_every_exported_map_has_an_overlay_and_two_arms():
+    """A map that linrope exports can be trained by a file, and is in the comparison of all maps."""
+    overlays = {}
+    for path in configs("feature_maps"):
+        chosen = yaml.safe_load((ROOT / path).read_text())["model"]["network"]["init_args"]["attention"]["init_args"]
+        chosen = chosen["feature_map"]
+        overlays[(chosen if isinstance(chosen, str) else chosen["class_path"]).removeprefix("linrope.")] = path
+    assert overlays.keys() == EXPORTED.keys()
+    arms = read_plan(ROOT / "configs/compare/feature_maps.yaml").arms
+    used = [path.resolve().relative_to(ROOT).as_posix() for arm in arms for path in arm.configs]
+    for path in overlays.values():
+        assert used.count(path) == 2, path
 
 
 def test_paper_yaml_holds_the_papers_numbers():

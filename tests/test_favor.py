@@ -91,13 +91,13 @@ def test_orthogonal_rows_beat_independent_ones():
 
 @pytest.mark.parametrize("num_features", [5, 16, 40])
 def test_rows_of_a_block_are_orthogonal(num_features):
-    rows = FavorPlus(D, num_features).projection.double()
+    rows = FavorPlus(D, num_features).projection.rows.double()
     for block in functional.normalize(rows, dim=-1).split(D):
         close(block @ block.T, torch.eye(len(block), dtype=torch.float64), 1e-6)
 
 
 def test_rows_of_different_blocks_are_independent():
-    rows = functional.normalize(FavorPlus(D, 2000 * D).projection.double(), dim=-1).reshape(2000, D, D)
+    rows = functional.normalize(FavorPlus(D, 2000 * D).projection.rows.double(), dim=-1).reshape(2000, D, D)
     cosine = (rows[0::2] * rows[1::2]).sum(-1)
     # The cosine of two random directions has mean 0 and variance 1/d.
     assert abs(cosine.mean()) < SIGMAS / math.sqrt(D * cosine.numel())
@@ -106,7 +106,7 @@ def test_rows_of_different_blocks_are_independent():
 
 @pytest.mark.parametrize("orthogonal", [True, False])
 def test_lengths_of_rows_are_those_of_gaussian_vectors(orthogonal):
-    lengths = FavorPlus(D, 4000, orthogonal=orthogonal).projection.double().norm(dim=-1)
+    lengths = FavorPlus(D, 4000, orthogonal=orthogonal).projection.rows.double().norm(dim=-1)
     assert kstest(lengths.numpy(), "chi", args=(D,)).pvalue > 1e-3
 
 
@@ -114,7 +114,7 @@ def test_lengths_of_rows_are_those_of_gaussian_vectors(orthogonal):
 def test_directions_are_uniform(orthogonal):
     # A QR decomposition whose signs are left as they come makes diagonal entries of one sign.
     blocks = 2000
-    rows = functional.normalize(FavorPlus(D, blocks * D, orthogonal=orthogonal).projection.double(), dim=-1)
+    rows = functional.normalize(FavorPlus(D, blocks * D, orthogonal=orthogonal).projection.rows.double(), dim=-1)
     mean = rows.reshape(blocks, D, D).mean(0)
     assert mean.abs().max() < 5 / math.sqrt(D * blocks)
     # Each coordinate squared has mean 1/d and variance 2(d-1)/(d²(d+2)).
@@ -126,7 +126,7 @@ def test_directions_are_uniform(orthogonal):
 def test_queries_and_keys_share_one_matrix():
     feature_map, x = FavorPlus(D), randn(50, D)
     assert torch.equal(feature_map.map_query(x), feature_map.map_key(x))
-    assert list(feature_map.state_dict()) == ["projection"]
+    assert list(feature_map.state_dict()) == ["projection.rows"]
 
 
 @pytest.mark.parametrize("num_features", [None, 1, 7, 48])
@@ -134,7 +134,7 @@ def test_features_are_the_formula(num_features):
     feature_map, x = FavorPlus(D, num_features).double(), randn(20, D)
     scaled = x / D**0.25
     expected = torch.stack(
-        [(scaled @ row - scaled.square().sum(-1) / 2).exp() for row in feature_map.projection], dim=-1
+        [(scaled @ row - scaled.square().sum(-1) / 2).exp() for row in feature_map.projection.rows], dim=-1
     ) / math.sqrt(feature_map.num_features)
     close(feature_map.map_key(x), expected, 1e-12)
 
@@ -150,24 +150,24 @@ def test_the_default_width_is_d_ln_d_made_even(head_dim):
 def test_scaled_keys_are_exact_where_the_formula_underflows(scale):
     feature_map, x = FavorPlus(D).double(), scale * randn(200, D)
     scaled = x / D**0.25
-    exponents = scaled @ feature_map.projection.T - scaled.square().sum(-1, keepdim=True) / 2
+    exponents = scaled @ feature_map.projection.rows.T - scaled.square().sum(-1, keepdim=True) / 2
     features, log_scale = feature_map.scaled_key(x)
     lack = exponents - features.log() - log_scale[:, None]
     # One constant for all keys and features, and the same one in a call with other keys: a maximum taken
     # over the keys of a call would change it.
     assert (lack - lack[0, 0]).abs().max() < 1e-9
     other, other_scale = feature_map.scaled_key(x[:1] / 100)
-    exponent = (scaled[0] / 100) @ feature_map.projection.T - (scaled[0] / 100).square().sum() / 2
+    exponent = (scaled[0] / 100) @ feature_map.projection.rows.T - (scaled[0] / 100).square().sum() / 2
     assert (exponent - other[0].log() - other_scale - lack[0, 0]).abs().max() < 1e-9
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("orthogonal", [True, False])
 def test_construction_under_another_default_dtype(dtype, orthogonal):
-    expected = FavorPlus(D, orthogonal=orthogonal).projection
+    expected = FavorPlus(D, orthogonal=orthogonal).projection.rows
     torch.set_default_dtype(dtype)
     try:
-        projection = FavorPlus(D, orthogonal=orthogonal).projection
+        projection = FavorPlus(D, orthogonal=orthogonal).projection.rows
     finally:
         torch.set_default_dtype(torch.float32)
     assert projection.dtype == torch.float32
@@ -190,12 +190,12 @@ def favor_model(**settings):
 
 
 def projections(model):
-    return [block.attention.feature_map.projection.clone() for block in model.blocks]
+    return [block.attention.feature_map.projection.rows.clone() for block in model.blocks]
 
 
 def test_a_projection_is_a_buffer_from_construction_on():
     feature_map = FavorPlus(4)
-    assert [name for name, _ in feature_map.named_buffers()] == ["projection"]
+    assert [name for name, _ in feature_map.named_buffers()] == ["projection.rows"]
     assert not list(feature_map.parameters())
 
 
@@ -203,7 +203,7 @@ def test_a_projection_is_a_function_of_seed_step_and_layer():
     def drawn(seed, step, layer):
         feature_map = FavorPlus(4, seed=seed, redraw_interval=1)
         feature_map.redraw(step, layer)
-        return feature_map.projection
+        return feature_map.projection.rows
 
     cases = [(seed, step, layer) for seed in (0, 1, 11) for step in (0, 1, 11) for layer in (0, 1, 11)]
     first = {case: drawn(*case) for case in cases}
@@ -224,22 +224,24 @@ def test_a_redraw_leaves_the_global_generator_alone():
 def test_a_redraw_happens_at_multiples_of_the_interval_alone(interval):
     feature_map = FavorPlus(4, redraw_interval=interval)
     for step in range(1, 22):
-        before = feature_map.projection.clone()
+        before = feature_map.projection.rows.clone()
         feature_map.redraw(step, 0)
         due = interval is not None and step % interval == 0
-        assert torch.equal(feature_map.projection, before) is not due
+        assert torch.equal(feature_map.projection.rows, before) is not due
 
 
 def test_the_first_draw_needs_no_interval():
-    assert torch.equal(FavorPlus(4, redraw_interval=None).projection, FavorPlus(4, redraw_interval=3).projection)
+    assert torch.equal(
+        FavorPlus(4, redraw_interval=None).projection.rows, FavorPlus(4, redraw_interval=3).projection.rows
+    )
 
 
 def test_a_redraw_keeps_dtype_and_storage():
     feature_map = FavorPlus(4, redraw_interval=1).double()
-    storage = feature_map.projection.data_ptr()
+    storage = feature_map.projection.rows.data_ptr()
     feature_map.redraw(1, 0)
-    assert feature_map.projection.data_ptr() == storage
-    assert feature_map.projection.dtype == torch.float64
+    assert feature_map.projection.rows.data_ptr() == storage
+    assert feature_map.projection.rows.dtype == torch.float64
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -305,7 +307,7 @@ torch.randn(1000)
 from linrope import FavorPlus
 feature_map = FavorPlus(8, seed=5)
 feature_map.redraw(2000, 3)
-print(hashlib.sha256(feature_map.projection.numpy().tobytes()).hexdigest())
+print(hashlib.sha256(feature_map.projection.rows.numpy().tobytes()).hexdigest())
 """
     environment = {**os.environ, "PYTHONHASHSEED": "77"}
     run = subprocess.run(
@@ -313,4 +315,4 @@ print(hashlib.sha256(feature_map.projection.numpy().tobytes()).hexdigest())
     )
     feature_map = FavorPlus(8, seed=5)
     feature_map.redraw(2000, 3)
-    assert run.stdout.strip() == hashlib.sha256(feature_map.projection.numpy().tobytes()).hexdigest()
+    assert run.stdout.strip() == hashlib.sha256(feature_map.projection.rows.numpy().tobytes()).hexdigest()

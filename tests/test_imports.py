@@ -18,6 +18,7 @@ FLOORS = {
     "linrope.layers": 1,
     "linrope.models": 2,
     "linrope.diagnostics": 3,
+    "linrope.distillation": 3,
     "linrope.integrations": 3,
     "linrope": 4,
     "plots": 5,

@@ -1,20 +1,23 @@
 import math
 from functools import partial
-from itertools import combinations_with_replacement
 
 import pytest
 import torch
 from torch import nn
 
-from linrope import EluPlusOne, FavorPlus, FeatureMap, LinearAttention, Rotary, SoftmaxAttention
+from linrope import EluPlusOne, FavorPlus, FeatureMap, LinearAttention, Rotary, SoftmaxAttention, Taylor
 from tests.cases import (
     CHUNK_SIZES,
-    EXPORTED,
+    CORE,
+    DIVIDED,
     MAPS,
     PATHS,
     PLACEMENTS,
+    attention_options,
     close,
     log_split,
+    mostly_slow,
+    normalizer_of,
     peaked_truth,
     randn,
     relative_rms,
@@ -24,24 +27,6 @@ from tests.cases import (
 
 B, N, D_MODEL, HEADS = 2, 13, 12, 3
 HEAD_DIM = D_MODEL // HEADS
-
-
-class PackedTaylor(FeatureMap):
-    """φ(q)·φ(k) = 1 + q·k + (q·k)²/2 without its repeated terms: 1 + d + d(d+1)/2 features, 15 of them at d = 4."""
-
-    is_positive = False  # features are signed; the kernel is positive
-
-    def __init__(self, head_dim):
-        super().__init__()
-        self.pairs = list(combinations_with_replacement(range(head_dim), 2))
-        self.head_dim, self.num_features = head_dim, 1 + head_dim + len(self.pairs)
-
-    def map_query(self, query):
-        pairs = [query[..., i] * query[..., j] * (math.sqrt(0.5) if i == j else 1) for i, j in self.pairs]
-        return torch.cat((torch.ones_like(query[..., :1]), query, torch.stack(pairs, -1)), -1)
-
-    def map_key(self, key):
-        return self.map_query(key)
 
 
 class LearnedMap(FeatureMap):
@@ -61,23 +46,18 @@ class LearnedMap(FeatureMap):
         return self.weight(key).exp()
 
 
-LAYER_MAPS = {**MAPS, "PackedTaylor": PackedTaylor, "LearnedMap": LearnedMap}
+LAYER_MAPS = {**MAPS, "LearnedMap": LearnedMap}
 
-every_map = pytest.mark.parametrize("name", LAYER_MAPS)
+every_map = pytest.mark.parametrize("name", mostly_slow(LAYER_MAPS))
 every_placement = pytest.mark.parametrize("placement", PLACEMENTS)
 every_path = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
 causal_or_not = pytest.mark.parametrize("causal", [True, False], ids=["causal", "noncausal"])
 both_kinds = pytest.mark.parametrize("kind", ["linear", "softmax"])
 
 
-def placed(placement, rotary=None):
-    """Arguments of a layer for one placement."""
-    rotary = None if placement == "none" else rotary or Rotary()
-    return {"rotary": rotary, "rotary_placement": "before" if placement == "before" else "numerator"}
-
-
 def make_layer(name, placement="none", dtype=torch.float64, **options):
-    return LinearAttention(D_MODEL, HEADS, feature_map=LAYER_MAPS[name], **placed(placement), **options).to(dtype)
+    of_map = attention_options(name if name in MAPS else "EluPlusOne", placement) | {"feature_map": LAYER_MAPS[name]}
+    return LinearAttention(D_MODEL, HEADS, **of_map, **options).to(dtype)
 
 
 def make_softmax(placement="none", dtype=torch.float64, **options):
@@ -113,8 +93,9 @@ def by_hand(layer, x, context=None, *, placement="none", positions=None, context
     if placement == "before":
         query, key = turn(query, positions), turn(key, context_positions)
     rotate = turn if placement == "numerator" else None
-    mapped = layer.feature_map.map_query(query), layer.feature_map.map_key(key)
-    return join(layer, truth(*mapped, value, rotate=rotate, **options).output)
+    where = ((positions,), (context_positions,)) if layer.feature_map.uses_positions else ((), ())
+    mapped = layer.feature_map.map_query(query, *where[0]), layer.feature_map.map_key(key, *where[1])
+    return join(layer, truth(*mapped, value, rotate=rotate, normalizer=layer.normalizer, **options).output)
 
 
 def softmax_by_hand(layer, x, context=None, *, rotated=False, key_mask=None, positions=None):
@@ -191,11 +172,11 @@ def test_causal_attention_to_a_context_of_the_same_length(name, placement):
 
 @pytest.mark.parametrize("pairing", ["interleaved", "half"])
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
-@pytest.mark.parametrize("name", ["FavorPlus-16", "PackedTaylor"])
+@pytest.mark.parametrize("name", ["FavorPlus-16", "Taylor"])
 def test_settings_of_the_rotation_reach_the_numerator(pairing, fraction, name):
     rotary = Rotary(base=50.0, fraction=fraction, pairing=pairing)
     layer = LinearAttention(D_MODEL, HEADS, feature_map=LAYER_MAPS[name], rotary=rotary).double()
-    width = {("FavorPlus-16", 0.5): 8, ("FavorPlus-16", 1.0): 16, ("PackedTaylor", 0.5): 8, ("PackedTaylor", 1.0): 14}
+    width = {("FavorPlus-16", 0.5): 8, ("FavorPlus-16", 1.0): 16, ("Taylor", 0.5): 8, ("Taylor", 1.0): 14}
     rotate = partial(turn, base=50.0, pairing=pairing, width=width[name, fraction])
     x = randn(B, N, D_MODEL)
     query, key, value = (heads(linear, x) for linear in (layer.query, layer.key, layer.value))
@@ -205,15 +186,12 @@ def test_settings_of_the_rotation_reach_the_numerator(pairing, fraction, name):
 
 @every_placement
 def test_a_map_of_odd_width_passes_its_last_feature_through(placement):
-    assert PackedTaylor(HEAD_DIM).num_features == 15
-    q, k = randn(20, HEAD_DIM), randn(20, HEAD_DIM)
-    product = (q * k).sum(-1)
-    close((PackedTaylor(4).map_query(q) * PackedTaylor(4).map_key(k)).sum(-1), 1 + product + product**2 / 2, 1e-12)
-    layer, x = make_layer("PackedTaylor", placement), randn(B, N, D_MODEL)
+    assert Taylor(HEAD_DIM).num_features == 15
+    layer, x = make_layer("Taylor", placement), randn(B, N, D_MODEL)
     query, key, value = (heads(linear, x) for linear in (layer.query, layer.key, layer.value))
     if placement == "before":
         query, key = turn(query, torch.arange(N)), turn(key, torch.arange(N))
-    query, key = PackedTaylor(4).map_query(query), PackedTaylor(4).map_key(key)
+    query, key = Taylor(4).map_query(query), Taylor(4).map_key(key)
 
     def first_fourteen(features, positions):
         return torch.cat((turn(features[..., :14], positions), features[..., 14:]), -1)
@@ -261,7 +239,7 @@ def test_favor_attention_approaches_softmax_attention():
     num_features = 20_000
     exact = SoftmaxAttention(16, 2).double()
     layer = LinearAttention(16, 2, feature_map=partial(FavorPlus, num_features=num_features)).double()
-    layer.load_state_dict({**exact.state_dict(), "feature_map.projection": layer.feature_map.projection})
+    layer.load_state_dict({**exact.state_dict(), "feature_map.projection.rows": layer.feature_map.projection.rows})
     x = randn(2, 40, 16) / 2
     query, key, value = (heads(linear, x, 2) for linear in (exact.query, exact.key, exact.value))
     length = ((query[:, :, :, None] + key[:, :, None]) / 8**0.25).square().sum(-1)
@@ -276,7 +254,7 @@ def test_favor_attention_approaches_softmax_attention():
 # C1.
 
 
-@pytest.mark.parametrize("kind", [*LAYER_MAPS, "softmax"])
+@pytest.mark.parametrize("kind", mostly_slow([*LAYER_MAPS, "softmax"]))
 @every_placement
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("chunk_size", [1, 3, None])
@@ -308,7 +286,7 @@ def test_later_keys_and_values_do_not_exist(kind, placement, dtype, chunk_size):
         assert (grads[1][:, : t + 1] != 0).any()
 
 
-@pytest.mark.parametrize("kind", [*LAYER_MAPS, "softmax"])
+@pytest.mark.parametrize("kind", mostly_slow([*LAYER_MAPS, "softmax"]))
 @every_placement
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_later_tokens_do_not_exist(kind, placement, dtype):
@@ -331,7 +309,7 @@ def test_later_tokens_do_not_exist(kind, placement, dtype):
 PAD_LAYOUTS = {"right": range(8), "left": range(8, 16), "interior": (0, 1, 2, 5, 6, 11, 12, 15)}
 
 
-@pytest.mark.parametrize("kind", [*LAYER_MAPS, "softmax"])
+@pytest.mark.parametrize("kind", mostly_slow([*LAYER_MAPS, "softmax"]))
 @every_placement
 @causal_or_not
 @pytest.mark.parametrize("layout", PAD_LAYOUTS)
@@ -343,7 +321,7 @@ def test_pads_do_not_exist(kind, placement, causal, layout, b):
     mask[:, real] = True
     tokens = randn(b, 8, D_MODEL)
     padded = torch.full((b, 16, D_MODEL), 1e4, dtype=torch.float64)
-    if kind in ("PackedTaylor", "LearnedMap"):
+    if kind in ("Taylor", "LearnedMap"):
         padded.fill_(10.0)  # exp of thousands is infinite: such a map says so itself
     padded[:, real] = tokens
     tokens.requires_grad_()
@@ -381,14 +359,14 @@ def test_a_row_of_pads_alone_gives_zero(kind, placement, causal, dtype):
 # C7.
 
 
-@pytest.mark.parametrize("name", EXPORTED)
+@pytest.mark.parametrize("name", mostly_slow(MAPS))
 @pytest.mark.parametrize("placement", ["none", "before"])
 @pytest.mark.parametrize("precision", ["float16", "bfloat16", "autocast"])
 @pytest.mark.parametrize("scale", [1, 10, 30])
 def test_low_precision_and_large_inputs(name, placement, precision, scale):
     n, head_dim = 4096, 16
     dtype = torch.float32 if precision == "autocast" else getattr(torch, precision)
-    layer = LinearAttention(head_dim, 1, feature_map=EXPORTED[name], **placed(placement)).to(dtype)
+    layer = LinearAttention(head_dim, 1, **attention_options(name, placement)).to(dtype)
     with torch.no_grad():  # queries and keys as large as the inputs
         for linear in (layer.query, layer.key, layer.value):
             linear.weight.copy_(torch.linalg.qr(torch.randn(head_dim, head_dim))[0])
@@ -401,8 +379,9 @@ def test_low_precision_and_large_inputs(name, placement, precision, scale):
     query, key, value = (y.double() for y in projected)
     if placement == "before":
         query, key = (turn(y, torch.arange(n)).to(projected[0].dtype).double() for y in (query, key))
-    (query, _), (key, log_scale) = log_split(layer.feature_map, query), log_split(layer.feature_map, key)
-    exact = peaked_truth(query, key, value, log_scale).output[:, 0] @ layer.out.weight.detach().double().T
+    query, key, log_scale = log_split(layer.feature_map, query, key)
+    exact = peaked_truth(query, key, value, log_scale, normalizer=normalizer_of(layer.feature_map)).output[:, 0]
+    exact = exact @ layer.out.weight.detach().double().T
     assert output.isfinite().all()
     assert relative_rms(output, exact) < 2e-2
     layer.to(dtype)  # the oracle may have widened the map
@@ -413,7 +392,7 @@ def test_low_precision_and_large_inputs(name, placement, precision, scale):
 # C10.
 
 
-@pytest.mark.parametrize("kind", [*LAYER_MAPS, "softmax"])
+@pytest.mark.parametrize("kind", mostly_slow([*LAYER_MAPS, "softmax"]))
 @every_placement
 @causal_or_not
 def test_items_are_alone(kind, placement, causal):
@@ -427,7 +406,7 @@ def test_items_are_alone(kind, placement, causal):
         close(layer(loud)[i : i + 1], layer(x[i : i + 1]), 1e-11)
 
 
-@pytest.mark.parametrize("kind", [*LAYER_MAPS, "softmax"])
+@pytest.mark.parametrize("kind", mostly_slow([*LAYER_MAPS, "softmax"]))
 @every_placement
 def test_heads_are_alone(kind, placement):
     layer = make(kind, placement)
@@ -444,8 +423,11 @@ def test_heads_are_alone(kind, placement):
 
 
 COMPILED = [
-    *(pytest.param("eager", name, "numerator", n, id=f"{name}-{n}") for name in EXPORTED for n in (33, 65)),
-    pytest.param("eager", "PackedTaylor", "numerator", 65, id="odd-65"),
+    *(
+        pytest.param("eager", name, "numerator", n, id=f"{name}-{n}", marks=[] if name in CORE else pytest.mark.slow)
+        for name in MAPS
+        for n in (33, 65)
+    ),
     pytest.param("aot_eager", "FavorPlus-16", "before", 65, id="aot-before-65"),
     pytest.param("aot_eager", "FavorPlus-16", "numerator", 33, id="aot-numerator-33"),
     pytest.param("inductor", "FavorPlus-16", "numerator", 33, id="inductor-33", marks=pytest.mark.slow),
@@ -525,9 +507,42 @@ def test_an_unknown_placement_is_refused():
         LinearAttention(12, 3, rotary_placement="after")
 
 
+@pytest.mark.parametrize("name", [name for name in MAPS if name not in DIVIDED])
+def test_a_division_by_what_can_be_zero_is_refused(name):
+    message = r"kernel of \w+ can be 0 or negative.*pass normalizer='rms' or None, or give the map a floor"
+    with pytest.raises(ValueError, match=message):
+        LinearAttention(12, 3, feature_map=MAPS[name])
+    x = randn(2, 5, 12)
+    for normalizer in ("rms", None):
+        layer = LinearAttention(12, 3, feature_map=MAPS[name], normalizer=normalizer).double()
+        close(layer(x), by_hand(layer, x), 1e-10)
+
+
+@pytest.mark.parametrize("name", mostly_slow(MAPS))
+@pytest.mark.parametrize("normalizer", ["rms", None])
+@every_placement
+def test_every_map_goes_undivided(name, normalizer, placement):
+    layer = LinearAttention(D_MODEL, HEADS, **attention_options(name, placement) | {"normalizer": normalizer}).double()
+    x = randn(B, N, D_MODEL)
+    close(layer(x), by_hand(layer, x, placement=placement), 1e-10)
+
+
+def test_an_unknown_normalizer_is_refused():
+    with pytest.raises(ValueError, match="'features', 'rms' or None, got 'sum'"):
+        LinearAttention(12, 3, normalizer="sum")
+
+
 def test_a_rotation_of_no_pair_is_refused():
     with pytest.raises(ValueError, match="at least one pair, got 1"):
         LinearAttention(3, 3, rotary=Rotary())
+
+
+@both_kinds
+def test_a_state_of_another_batch_is_refused(kind):
+    layer = make(kind, "numerator")
+    state = layer.stream(randn(3, 2, D_MODEL))[1]
+    with pytest.raises(ValueError, match="state is of 3 rows, x of 2"):
+        layer.stream(randn(2, 1, D_MODEL), state)
 
 
 @both_kinds

@@ -8,21 +8,15 @@ from torch.nn import functional
 
 from linrope import ByteTransformer, FavorPlus, LinearAttention, Rotary, SoftmaxAttention
 from linrope.models import sample, sinusoids
-from tests.cases import EXPORTED, MAPS, PLACEMENTS, close, randn
+from tests.cases import MAPS, PLACEMENTS, attention_options, close, mostly_slow, randn
 
 ATTENTIONS = {
-    f"{name}-{placement}": partial(
-        LinearAttention,
-        num_heads=2,
-        feature_map=MAPS[name],
-        rotary=None if placement == "none" else Rotary(),
-        rotary_placement="before" if placement == "before" else "numerator",
-    )
+    f"{name}-{placement}": partial(LinearAttention, num_heads=2, **attention_options(name, placement))
     for name in MAPS
     for placement in PLACEMENTS
 } | {"softmax": partial(SoftmaxAttention, num_heads=2, rotary=Rotary())}
 POSITIONS = (None, "learned", "sinusoidal")
-every_attention = pytest.mark.parametrize("attention", ATTENTIONS)
+every_attention = pytest.mark.parametrize("attention", mostly_slow(ATTENTIONS))
 every_position = pytest.mark.parametrize("positions", POSITIONS)
 N = 13
 
@@ -125,7 +119,7 @@ def test_rows_of_a_batch_at_different_positions(positions):
         close(logits[i], model(torch.cat((text, following[i : i + 1]), 1))[0, text.shape[1] :], 1e-10)
 
 
-@pytest.mark.parametrize("name", EXPORTED)
+@pytest.mark.parametrize("name", mostly_slow(MAPS))
 def test_any_length_streams_in_constant_memory(name):
     model = make(f"{name}-numerator")
     sizes = [[tensor.shape for state in model.stream(some_bytes(1, n))[1] for tensor in state] for n in (1, 300)]
@@ -156,7 +150,7 @@ def test_items_are_alone(attention):
 
 
 @pytest.mark.slow  # test_layers compiles the part of it that is ours
-@pytest.mark.parametrize("name", EXPORTED)
+@pytest.mark.parametrize("name", mostly_slow(MAPS))
 @pytest.mark.parametrize("n", [33, 65])
 def test_compiled_equals_eager(name, n):
     torch.compiler.reset()
@@ -222,7 +216,7 @@ def test_a_stream_past_the_learned_positions_is_refused():
 
 def test_layers_draw_different_projections():
     model = make(num_layers=3)
-    drawn = [block.attention.feature_map.projection for block in model.blocks]
+    drawn = [block.attention.feature_map.projection.rows for block in model.blocks]
     assert not torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
     assert not torch.equal(drawn[1], drawn[2])
@@ -246,9 +240,9 @@ def test_projections_depend_on_the_seed_of_the_map_alone():
     torch.manual_seed(4)
     other = make().state_dict()
     reseeded = make(attention="softmax").state_dict()
-    names = [name for name in first if name.endswith("projection")]
+    names = [name for name in first if name.endswith("projection.rows")]
     assert len(names) == 2
-    assert not [name for name in reseeded if name.endswith("projection")]
+    assert not [name for name in reseeded if name.endswith("projection.rows")]
     assert all(torch.equal(first[name], other[name]) for name in names)
     seeded = ByteTransformer(
         num_layers=2,

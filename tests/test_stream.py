@@ -5,9 +5,23 @@ import pytest
 import torch
 
 from linrope import LinearAttention, Rotary, SoftmaxAttention, State, linear_attention, stream_linear_attention
-from tests.cases import CAUSAL_PATHS, MAPS, PLACEMENTS, close, make_map, mapped, randn, rotary_for, truth, turn
+from tests.cases import (
+    CAUSAL_PATHS,
+    MAPS,
+    PLACEMENTS,
+    attention_options,
+    close,
+    make_map,
+    mapped,
+    mostly_slow,
+    normalizer_of,
+    randn,
+    rotary_for,
+    truth,
+    turn,
+)
 
-every_map = pytest.mark.parametrize("name", MAPS)
+every_map = pytest.mark.parametrize("name", mostly_slow(MAPS))
 every_placement = pytest.mark.parametrize("placement", PLACEMENTS)
 every_causal_path = pytest.mark.parametrize("path", CAUSAL_PATHS, ids=lambda path: path.name)
 scaled_or_not = pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "plain"])
@@ -44,8 +58,10 @@ def same_state(state: State, other: State, tolerance: float) -> None:
 @scaled_or_not
 def test_any_split_is_the_whole(path, name, placement, scaled):
     feature_map, tensors, log_scale = features(name, scaled)
-    options = {"rotary": rotary_for(feature_map, placement), **path.options}
-    expected = truth(*tensors, rotate=turn if placement == "numerator" else None, log_scale=log_scale)
+    normalizer = {"normalizer": normalizer_of(feature_map)}
+    options = {"rotary": rotary_for(feature_map, placement), **normalizer, **path.options}
+    rotate = turn if placement == "numerator" else None
+    expected = truth(*tensors, rotate=rotate, log_scale=log_scale, **normalizer)
     whole = linear_attention(*tensors, key_log_scale=log_scale, **options)
     close(whole, expected.output, 1e-10)
     last = stream(tensors, log_scale, [0, N], **options)[1]
@@ -64,7 +80,8 @@ def test_any_split_is_the_whole(path, name, placement, scaled):
 @scaled_or_not
 def test_a_state_is_left_as_it_is(path, name, scaled):
     feature_map, tensors, log_scale = features(name, scaled)
-    options = {"rotary": rotary_for(feature_map, "numerator"), **path.options}
+    normalizer = {"normalizer": normalizer_of(feature_map)}
+    options = {"rotary": rotary_for(feature_map, "numerator"), **normalizer, **path.options}
     whole = stream(tensors, log_scale, [0, N], **options)[0]
     state = stream(tensors, log_scale, [0, 6], **options)[1]
     kept = [x.clone() for x in state]
@@ -139,7 +156,8 @@ def test_a_state_is_as_large_after_many_tokens_as_after_one(path):
 @every_map
 def test_rows_of_a_batch_go_on_from_positions_of_their_own(path, name):
     feature_map, tensors, log_scale = features(name, True)
-    options = {"rotary": rotary_for(feature_map, "numerator"), **path.options}
+    normalizer = {"normalizer": normalizer_of(feature_map)}
+    options = {"rotary": rotary_for(feature_map, "numerator"), **normalizer, **path.options}
     positions = torch.arange(N) + torch.tensor([[0], [700]])
     scale = log_scale
     first = stream_linear_attention(
@@ -153,7 +171,7 @@ def test_rows_of_a_batch_go_on_from_positions_of_their_own(path, name):
         [x[:, :, 5:] for x in tensors], None if scale is None else scale[:, :, 5:], [0, 3, 8], state=first[1], **options
     )
     assert state.position.tolist() == [13, 713]
-    expected = truth(*tensors, rotate=turn, query_positions=positions, log_scale=log_scale)
+    expected = truth(*tensors, rotate=turn, query_positions=positions, log_scale=log_scale, **normalizer)
     close(torch.cat((first[0], rest), 2), expected.output, 1e-10)
     close(state.kv, expected.kv, 1e-10)
 
@@ -180,11 +198,12 @@ def test_states_of_different_rows_may_be_joined(path):
 @scaled_or_not
 def test_masked_keys_stay_out_of_the_state(path, name, scaled):
     feature_map, tensors, log_scale = features(name, scaled)
-    options = {"rotary": rotary_for(feature_map, "numerator"), **path.options}
+    normalizer = {"normalizer": normalizer_of(feature_map)}
+    options = {"rotary": rotary_for(feature_map, "numerator"), **normalizer, **path.options}
     mask = torch.rand(2, N) < 0.5
     mask[:, :2] = False
     mask[:, 2] = True
-    expected = truth(*tensors, rotate=turn, key_mask=mask, log_scale=log_scale)
+    expected = truth(*tensors, rotate=turn, key_mask=mask, log_scale=log_scale, **normalizer)
     for cuts in ([0, N], [0, 1, 2, 6, N], list(range(N + 1))):
         outputs, state = [], None
         for begin, end in pairwise(cuts):
@@ -206,9 +225,11 @@ def test_gradients_flow_through_a_state(path, name):
     feature_map = make_map(name, 6)
     tokens = [randn(2, 3, N, 6, grad=True) for _ in range(3)]
     query, key, log_scale = mapped(feature_map, *tokens[:2], scaled=True)
-    rotary = rotary_for(feature_map, "numerator")
-    output = stream((query, key, tokens[2]), log_scale, [0, 4, 5, N], rotary=rotary, **path.options)[0]
-    expected = truth(feature_map.map_query(tokens[0]), feature_map.map_key(tokens[1]), tokens[2], rotate=turn).output
+    normalizer = {"normalizer": normalizer_of(feature_map)}
+    options = {"rotary": rotary_for(feature_map, "numerator"), **normalizer, **path.options}
+    output = stream((query, key, tokens[2]), log_scale, [0, 4, 5, N], **options)[0]
+    whole = feature_map.map_query(tokens[0]), feature_map.map_key(tokens[1]), tokens[2]
+    expected = truth(*whole, rotate=turn, **normalizer).output
     cotangent = randn(*output.shape)
     for grad, exact in zip(*(torch.autograd.grad(x, tokens, cotangent) for x in (output, expected)), strict=True):
         close(grad, exact, 1e-10)
@@ -245,24 +266,23 @@ def test_a_stream_takes_as_many_keys_as_queries():
 # Layers.
 
 LAYERS = {
-    f"{name}-{placement}": partial(
-        LinearAttention,
-        feature_map=MAPS[name],
-        rotary=None if placement == "none" else Rotary(),
-        rotary_placement="before" if placement == "before" else "numerator",
-    )
+    f"{name}-{placement}": partial(LinearAttention, **attention_options(name, placement))
     for name in MAPS
     for placement in PLACEMENTS
 } | {
     "softmax": SoftmaxAttention,
     "softmax-rotary": partial(SoftmaxAttention, rotary=Rotary()),
+    "unnormalized": partial(LinearAttention, rotary=Rotary(), normalizer=None),
+    "rms": partial(LinearAttention, rotary=Rotary(), normalizer="rms"),
+    "FavorPlus-rms": partial(LinearAttention, feature_map=MAPS["FavorPlus"], normalizer="rms"),
+    "FavorPlus-unnormalized": partial(LinearAttention, feature_map=MAPS["FavorPlus"], normalizer=None),
 }
-every_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+every_layer = pytest.mark.parametrize("kind", mostly_slow(LAYERS))
 
 
 @every_layer
-def test_any_split_of_a_layer_is_the_whole(make):
-    layer, x = make(8, 2).double(), randn(3, N, 8)
+def test_any_split_of_a_layer_is_the_whole(kind):
+    layer, x = LAYERS[kind](8, 2).double(), randn(3, N, 8)
     whole = layer(x)
     for cuts in [[0, cut, N] for cut in range(1, N)] + [list(range(N + 1))]:
         outputs, state = [], None
@@ -274,8 +294,8 @@ def test_any_split_of_a_layer_is_the_whole(make):
 
 
 @every_layer
-def test_a_state_of_a_layer_is_left_as_it_is(make):
-    layer, x = make(8, 2).double(), randn(3, N, 8)
+def test_a_state_of_a_layer_is_left_as_it_is(kind):
+    layer, x = LAYERS[kind](8, 2).double(), randn(3, N, 8)
     state = layer.stream(x[:, :6])[1]
     kept = [t.clone() for t in state]
     first = layer.stream(x[:, 6:], state)[0]
@@ -286,8 +306,8 @@ def test_a_state_of_a_layer_is_left_as_it_is(make):
 
 
 @every_layer
-def test_rows_of_a_layer_go_on_from_positions_of_their_own(make):
-    layer, x = make(8, 2).double(), randn(2, N, 8)
+def test_rows_of_a_layer_go_on_from_positions_of_their_own(kind):
+    layer, x = LAYERS[kind](8, 2).double(), randn(2, N, 8)
     positions = torch.arange(N) + torch.tensor([[0], [300]])
     expected = layer(x, positions=positions)
     first, state = layer.stream(x[:, :5], positions=positions[:, :5])
@@ -297,8 +317,8 @@ def test_rows_of_a_layer_go_on_from_positions_of_their_own(make):
 
 
 @every_layer
-def test_a_layer_streams_past_pads(make):
-    layer, x = make(8, 2).double(), randn(2, N, 8)
+def test_a_layer_streams_past_pads(kind):
+    layer, x = LAYERS[kind](8, 2).double(), randn(2, N, 8)
     mask = torch.rand(2, N) < 0.6
     mask[:, 0] = False
     expected = layer(x, key_mask=mask)
@@ -307,7 +327,7 @@ def test_a_layer_streams_past_pads(make):
     close(torch.cat((first, rest), 1), expected, 1e-10)
 
 
-@pytest.mark.parametrize("name", MAPS)
+@every_map
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_state_of_a_low_precision_layer_is_float32_or_wider(name, placement, dtype):

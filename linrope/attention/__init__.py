@@ -13,11 +13,12 @@ from torch import Tensor
 from linrope.attention.chunked import chunked
 from linrope.attention.noncausal import noncausal
 from linrope.attention.reference import reference
-from linrope.attention.state import Inputs, State, empty_state, full_precision
+from linrope.attention.state import Inputs, State, Sums, divide, empty_state, full_precision, rms_norm
 
-__all__ = ["Backend", "State", "linear_attention", "stream_linear_attention"]
+__all__ = ["Backend", "Normalizer", "State", "linear_attention", "stream_linear_attention"]
 
 Backend = Literal["auto", "chunked", "reference"]
+Normalizer = Literal["features", "rms"] | None
 Rotation = Callable[[Tensor, Tensor], Tensor]
 
 # Scores of a chunk cost c·(m + e) operations a token, its state 2·m·e; 64 balances them at usual widths.
@@ -37,6 +38,7 @@ def linear_attention(
     chunk_size: int | None = None,
     backend: Backend = "auto",
     key_log_scale: Float[Tensor, "b h s"] | None = None,
+    normalizer: Normalizer = "features",
 ) -> Float[Tensor, "b h n e"]:
     """Attend with the kernel φ(q)·φ(k), rotating in the numerator alone.
 
@@ -58,6 +60,9 @@ def linear_attention(
         backend: ``"chunked"``, ``"reference"`` (float64, quadratic memory) or ``"auto"``.
         key_log_scale: Logarithm of a factor that each key's features still lack; see
             :meth:`linrope.FeatureMap.scaled_key`.
+        normalizer: ``"features"`` divides by Σ_s φ(q_t)·φ(k_s), as above, which must not come near 0;
+            ``"rms"`` divides the numerator by its root mean square over e instead, as TransNormer
+            does, and None by nothing: for kernels that can be 0 or negative.
 
     Returns:
         The outputs, in the dtype of ``value``.
@@ -67,7 +72,7 @@ def linear_attention(
 
     Source: Su et al. 2021 (arXiv 2104.09864), eq. 19.
     """
-    _check(query_features, key_features, value, key_mask, chunk_size, backend, key_log_scale)
+    _check(query_features, key_features, value, key_mask, chunk_size, backend, key_log_scale, normalizer)
     n, s = query_features.shape[2], key_features.shape[2]
     if causal and n != s:
         raise ValueError(
@@ -95,13 +100,14 @@ def linear_attention(
             key_log_scale,
         )
         state = empty_state(inputs.query, value, has_log_scale=key_log_scale is not None)
+        divides = normalizer == "features"
         if backend == "reference":
-            output, _ = reference(inputs, state, causal=causal)
+            sums, _ = reference(inputs, state, causal=causal)
         elif causal:
-            output, _ = chunked(inputs, state, chunk_size or _CHUNK_SIZE)
+            sums, _ = chunked(inputs, state, chunk_size or _CHUNK_SIZE, divides=divides)
         else:
-            output = noncausal(inputs)
-    return output.to(value.dtype)
+            sums = noncausal(inputs, divides=divides)
+        return _output(sums, normalizer).to(value.dtype)
 
 
 def stream_linear_attention(
@@ -117,6 +123,7 @@ def stream_linear_attention(
     chunk_size: int | None = None,
     backend: Backend = "auto",
     key_log_scale: Float[Tensor, "b h n"] | None = None,
+    normalizer: Normalizer = "features",
 ) -> tuple[Float[Tensor, "b h n e"], State]:
     """Causal :func:`linear_attention` that goes on from the ``state`` of the tokens before.
 
@@ -136,6 +143,7 @@ def stream_linear_attention(
         chunk_size: As in :func:`linear_attention`.
         backend: As in :func:`linear_attention`.
         key_log_scale: As in :func:`linear_attention`.
+        normalizer: As in :func:`linear_attention`.
 
     Returns:
         The outputs, in the dtype of ``value``, and the state after the last token. Its position is one
@@ -144,7 +152,7 @@ def stream_linear_attention(
     Raises:
         ValueError: As in :func:`linear_attention`, or the state is of other shapes.
     """
-    _check(query_features, key_features, value, key_mask, chunk_size, backend, key_log_scale)
+    _check(query_features, key_features, value, key_mask, chunk_size, backend, key_log_scale, normalizer)
     b, h, n, m = query_features.shape
     if key_features.shape[2] != n:
         raise ValueError(f"streaming needs as many keys as queries, got {key_features.shape[2]} keys and {n} queries")
@@ -177,11 +185,18 @@ def stream_linear_attention(
         )
         wide = State(state.kv.to(dtype), state.key_sum.to(dtype), state.position, state.log_scale.to(dtype))
         if backend == "reference":
-            output, new_state = reference(inputs, wide, causal=True)
+            sums, new_state = reference(inputs, wide, causal=True)
         else:
-            output, new_state = chunked(inputs, wide, chunk_size or _CHUNK_SIZE)
+            sums, new_state = chunked(inputs, wide, chunk_size or _CHUNK_SIZE, divides=normalizer == "features")
         position = (key_positions[..., -1].long() + 1).expand(b).clone()
-    return output.to(value.dtype), new_state._replace(position=position)
+        return _output(sums, normalizer).to(value.dtype), new_state._replace(position=position)
+
+
+def _output(sums: Sums, normalizer: Normalizer) -> Tensor:
+    """Numerators, divided by what ``normalizer`` says."""
+    if normalizer == "rms":
+        return rms_norm(sums.numerator)
+    return sums.numerator if normalizer is None or sums.normalizer is None else divide(*sums)
 
 
 def _compute_dtype(*tensors: Tensor) -> torch.dtype:
@@ -228,6 +243,7 @@ def _check(
     chunk_size: int | None,
     backend: str,
     log_scale: Tensor | None,
+    normalizer: Normalizer,
 ) -> None:
     """Refuse what does not fit, saying what was expected and what came."""
     shapes = f"got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
@@ -255,3 +271,7 @@ def _check(
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
     if backend not in ("auto", "chunked", "reference"):
         raise ValueError(f"backend must be 'auto', 'chunked' or 'reference', got {backend!r}")
+    if normalizer not in ("features", "rms", None):
+        raise ValueError(f"normalizer must be 'features', 'rms' or None, got {normalizer!r}")
+    if normalizer is None and log_scale is not None:
+        raise ValueError("normalizer=None divides nothing out, so it needs whole features, without key_log_scale")

@@ -10,10 +10,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from linrope.attention.state import Inputs, State, divide
+from linrope.attention.state import Inputs, State, Sums
 
 
-def chunked(inputs: Inputs, state: State, chunk_size: int) -> tuple[Tensor, State]:
+def chunked(inputs: Inputs, state: State, chunk_size: int, *, divides: bool) -> tuple[Sums, State]:
     """Scores within a chunk of c tokens, the running state between chunks.
 
     For the tokens t of a chunk that begins with the sums (S, z) of all earlier chunks:
@@ -35,18 +35,18 @@ def chunked(inputs: Inputs, state: State, chunk_size: int) -> tuple[Tensor, Stat
     kv, last_kv = _prefix(state.kv, keys[0].mT @ value, weights)
     key_sum, last_key_sum = _prefix(state.key_sum, keys[1].sum(-2), weights)
 
-    scores = rotated_query @ rotated_key.mT
-    plain = scores if inputs.rotated_query is inputs.query else query @ key.mT
-    between, plain_between = rotated_query @ kv, (query @ key_sum[..., None])[..., 0]
-    if weights is None:
-        scores, plain = scores.tril(), plain.tril()
-    else:
-        scores, plain = scores * weights.inside, plain * weights.inside
-        between, plain_between = between * weights.carried[..., None], plain_between * weights.carried
-    output = divide(scores @ value + between, plain.sum(-1) + plain_between)
+    scores = _weighed(rotated_query @ rotated_key.mT, weights)
+    between = rotated_query @ kv
+    numerator = scores @ value + (between if weights is None else between * weights.carried[..., None])
+    normalizer = None
+    if divides:
+        plain = scores if inputs.rotated_query is inputs.query else _weighed(query @ key.mT, weights)
+        between = (query @ key_sum[..., None])[..., 0]
+        normalizer = plain.sum(-1) + (between if weights is None else between * weights.carried)
+        normalizer = rearrange(normalizer, "b h g c -> b h (g c)")[:, :, :n]
     last_scale = state.log_scale if weights is None else weights.last_scale
     return (
-        rearrange(output, "b h g c e -> b h (g c) e")[:, :, :n],
+        Sums(rearrange(numerator, "b h g c e -> b h (g c) e")[:, :, :n], normalizer),
         State(last_kv, last_key_sum, state.position, last_scale),
     )
 
@@ -76,6 +76,11 @@ def _weights(log_scale: Float[Tensor, "b h n"], first: Float[Tensor, "b h"], c: 
         decay=(begin - end).exp(),
         last_scale=end[..., -1],
     )
+
+
+def _weighed(scores: Tensor, weights: _Weights | None) -> Tensor:
+    """Scores of a chunk with its causal mask, and the keys' scales."""
+    return scores.tril() if weights is None else scores * weights.inside
 
 
 def _prefix(first: Tensor, parts: Tensor, weights: _Weights | None) -> tuple[Tensor, Tensor]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from linrope.attention.state import Inputs, State, divide
+from linrope.attention.state import Inputs, State, Sums
 
 
-def reference(inputs: Inputs, state: State, *, causal: bool) -> tuple[Tensor, State]:
+def reference(inputs: Inputs, state: State, *, causal: bool) -> tuple[Sums, State]:
     """Linear attention as the paper writes it, and the sums it leaves.
 
         N[t,s] = (R_t φ(q_t))·(R_s φ(k_s)),  D[t,s] = φ(q_t)·φ(k_s),  out = (N∘W) V / (D∘W)·1
@@ -37,4 +36,4 @@ def reference(inputs: Inputs, state: State, *, causal: bool) -> tuple[Tensor, St
         position=state.position,
         log_scale=top[..., -1].to(dtype),
     )
-    return divide(numerator, normalizer).to(dtype), new_state
+    return Sums(numerator, normalizer), new_state

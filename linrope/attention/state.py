@@ -59,8 +59,24 @@ class Inputs(NamedTuple):
     log_scale: Float[Tensor, "b h s"] | None
 
 
+class Sums(NamedTuple):
+    """What every backend returns: the two sums of each query, not yet divided."""
+
+    numerator: Float[Tensor, "b h n e"]
+    normalizer: Float[Tensor, "b h n"] | None  # None where nothing will be divided by it
+
+
 def divide(numerator: Float[Tensor, "b h n e"], normalizer: Float[Tensor, "b h n"]) -> Float[Tensor, "b h n e"]:
     """numerator / normalizer, and 0 where there is nothing to attend to (the normalizer is 0)."""
     # Below the smallest normal number a reciprocal overflows, and its gradient with it.
     nothing = (normalizer.abs() < torch.finfo(normalizer.dtype).tiny)[..., None]
     return (numerator / normalizer[..., None].masked_fill(nothing, 1.0)).masked_fill(nothing, 0.0)
+
+
+def rms_norm(numerator: Float[Tensor, "b h n e"]) -> Float[Tensor, "b h n e"]:
+    """numerator / its root mean square over e, and 0 where it is 0."""
+    # First to a largest entry of 1: squares of large sums overflow, those of small ones vanish.
+    largest = numerator.detach().abs().amax(-1, keepdim=True)
+    nothing = largest == 0
+    unit = numerator / largest.masked_fill(nothing, 1.0)
+    return unit * unit.square().mean(-1, keepdim=True).masked_fill(nothing, 1.0).rsqrt()

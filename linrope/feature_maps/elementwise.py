@@ -1,12 +1,13 @@
-"""Feature maps that act on each coordinate alone."""
+"""Feature maps that act on each coordinate alone; width d."""
 
 from __future__ import annotations
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import softplus
 
-from linrope.feature_maps.base import FeatureMap
+from linrope.feature_maps.base import FeatureMap, at_least_float32, check_floor, relative_floor
 
 
 class EluPlusOne(FeatureMap):
@@ -29,13 +30,96 @@ class EluPlusOne(FeatureMap):
 
     def map_query(self, query: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch m"]:
         """elu(query) + 1."""
-        return self._map(query)
-
-    def map_key(self, key: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch m"]:
-        """elu(key) + 1."""
-        return self._map(key)
-
-    def _map(self, x: Tensor) -> Tensor:
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        x = at_least_float32(query)
         # exp sees no positive x: the branch not taken would send inf * 0 = NaN into the gradient.
         return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+
+
+class ReLU(FeatureMap):
+    """φ(x) = relu(x) + floor·√(1 + ‖x‖²/d); positive where ``floor`` is, width d.
+
+    The floor grows with x, so that what it adds to the kernel stays a small share of it.
+
+    Args:
+        head_dim: d, the width of queries and keys.
+        floor: Least feature, relative to √(1 + ‖x‖²/d); 0 gives relu(x), whose normalizer can be 0.
+
+    Raises:
+        ValueError: ``floor`` is negative.
+
+    Source: Choromanski et al. 2021 (arXiv 2009.14794), section 2.2, without projection; the floor is ours.
+    """
+
+    def __init__(self, head_dim: int, floor: float = 0.01) -> None:
+        super().__init__()
+        self.head_dim = self.num_features = head_dim
+        self.floor, self.is_positive = check_floor(floor), floor > 0
+
+    def map_query(self, query: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch m"]:
+        """relu(query), and the floor."""
+        x = at_least_float32(query)
+        return relative_floor(x.relu(), x, self.floor)
+
+
+class SquaredReLU(FeatureMap):
+    """φ(x) = relu(x)² + floor·(1 + ‖x‖²/d); positive where ``floor`` is, width d.
+
+    Args:
+        head_dim: d, the width of queries and keys.
+        floor: Least feature, relative to 1 + ‖x‖²/d; 0 gives relu(x)², whose normalizer can be 0.
+
+    Raises:
+        ValueError: ``floor`` is negative.
+
+    Source: So et al. 2021 (arXiv 2109.08668) for the square; the floor is ours.
+    """
+
+    def __init__(self, head_dim: int, floor: float = 0.01) -> None:
+        super().__init__()
+        self.head_dim = self.num_features = head_dim
+        self.floor, self.is_positive = check_floor(floor), floor > 0
+
+    def map_query(self, query: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch m"]:
+        """relu(query)², and the floor."""
+        x = at_least_float32(query)
+        return relative_floor(x.relu().square(), x, self.floor, degree=2)
+
+
+class Softplus(FeatureMap):
+    """φ(x) = ln(1 + exp(x)); positive, width d.
+
+    Args:
+        head_dim: d, the width of queries and keys.
+
+    Source: Dugas et al. 2000, Incorporating Second-Order Functional Knowledge, section 3, for the function.
+    """
+
+    is_positive = True
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = self.num_features = head_dim
+
+    def map_query(self, query: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch m"]:
+        """ln(1 + exp(query))."""
+        return softplus(at_least_float32(query))
+
+
+class Sigmoid(FeatureMap):
+    """φ(x) = 1 / (1 + exp(-x)); positive, width d.
+
+    Args:
+        head_dim: d, the width of queries and keys.
+
+    Source: Choromanski et al. 2021 (arXiv 2009.14794), figure 12, among the generalized kernels.
+    """
+
+    is_positive = True
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = self.num_features = head_dim
+
+    def map_query(self, query: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch m"]:
+        """1 / (1 + exp(-query))."""
+        return at_least_float32(query).sigmoid()

@@ -1,44 +1,32 @@
-"""FAVOR+: positive orthogonal random features of the softmax kernel."""
+"""FAVOR+ and its kin: random features of the softmax kernel, positive ones and the older trigonometric ones.
+
+All of them estimate exp(q·k/√d) = exp(q̃·k̃) with x̃ = x / d^¼ by an average over rows ω ~ N(0, I), except
+:class:`FavorReLU`, whose kernel is another. Queries and keys share one projection.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import math
-from contextlib import nullcontext
-from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linrope.feature_maps.base import FeatureMap
-
-# Largest exponent of a scaled feature. Two features of e^30 and sums over e^28 terms of their products fit
-# into float32, and so do products that are e^-118 of the largest, with their gradients.
-_PEAK = 30.0
+from linrope.feature_maps.base import FeatureMap, at_least_float32, check_floor
+from linrope.feature_maps.logarithmic import LogFeatureMap, ScaledDtype
+from linrope.feature_maps.projection import RandomProjection, check_num_features
 
 
-class FavorPlus(FeatureMap):
-    """φ(x) = exp(ωᵀx̃ - ‖x̃‖²/2) / √m with x̃ = x / d^¼ and random rows ω ~ N(0, I); positive, width m.
-
-    φ(q)·φ(k) is an unbiased estimate of the softmax kernel exp(q·k/√d). Queries and keys share one
-    projection, which is a buffer: saved with the weights, redrawn in training only, when
-    :meth:`redraw` says so, and never inside forward.
-
-    No maximum over the sequence is subtracted; each key carries a log-scale of its own
-    (:meth:`scaled_key`), so nothing later moves an earlier output.
+class FavorPlus(LogFeatureMap):
+    """φ(x) = exp(ωᵀx̃ - ‖x̃‖²/2) / √m; positive, width m.
 
     Args:
         head_dim: d, the width of queries and keys.
         num_features: m; by default d·ln d, rounded down and then up to an even number.
-        orthogonal: Rows of each block of d are orthogonal, with the norms of independent Gaussian
-            rows; lower variance than independent rows.
+        orthogonal: See :class:`RandomProjection`.
         redraw_interval: Optimizer steps between two draws; None keeps the first draw for ever.
         seed: The projection is a function of (seed, step, layer), the same in every process.
-        scaled_dtype: Least precision of the features that layers use, and so of their sums. A query and
-            a key that peak in different features have a kernel far below both peaks: e^-140 of them
-            at d = 64 and entries of 30, where float32 ends at e^-118. ``"float32"`` is enough, and
-            twice as fast on a CPU, where ‖x̃‖ stays below about 20, as it does behind a layer norm.
+        scaled_dtype: See :class:`LogFeatureMap`.
 
     Raises:
         ValueError: ``head_dim``, ``num_features`` or ``redraw_interval`` is smaller than 1, or an unknown
@@ -47,8 +35,46 @@ class FavorPlus(FeatureMap):
     Source: Choromanski et al. 2021 (arXiv 2009.14794), lemma 1 and section 2.4.
     """
 
-    is_positive = True
-    projection: Tensor
+    def __init__(
+        self,
+        head_dim: int,
+        num_features: int | None = None,
+        orthogonal: bool = True,
+        redraw_interval: int | None = 1000,
+        seed: int = 0,
+        scaled_dtype: ScaledDtype = "float64",
+    ) -> None:
+        super().__init__(scaled_dtype)
+        self.head_dim, self.num_features = head_dim, check_num_features(num_features, head_dim)
+        self.projection = RandomProjection(
+            self.num_features, head_dim, orthogonal=orthogonal, redraw_interval=redraw_interval, seed=seed
+        )
+
+    def log_query(self, query: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch m"]:
+        """ωᵀx̃ - ‖x̃‖²/2 - ln(m)/2."""
+        x = query / self.head_dim**0.25
+        return self.projection(x) - (_half_square(x) + math.log(self.num_features) / 2)
+
+
+class FavorHyperbolic(LogFeatureMap):
+    """φ(x) = [exp(ωᵀx̃), exp(-ωᵀx̃)] · exp(-‖x̃‖²/2) / √m; positive, width m, of two halves.
+
+    Each row serves twice, which lowers the variance below that of :class:`FavorPlus` with as many features.
+    Half-split pairing turns exp(u) together with exp(-u), interleaved pairing turns neighbours of a half.
+
+    Args:
+        head_dim: d, the width of queries and keys.
+        num_features: m, even; by default d·ln d, rounded down and then up to an even number.
+        orthogonal: See :class:`RandomProjection`.
+        redraw_interval: Optimizer steps between two draws; None keeps the first draw for ever.
+        seed: The projection is a function of (seed, step, layer), the same in every process.
+        scaled_dtype: See :class:`LogFeatureMap`.
+
+    Raises:
+        ValueError: As :class:`FavorPlus`, or an odd ``num_features``.
+
+    Source: Choromanski et al. 2021 (arXiv 2009.14794), lemma 1 (SM^hyp+).
+    """
 
     def __init__(
         self,
@@ -57,91 +83,176 @@ class FavorPlus(FeatureMap):
         orthogonal: bool = True,
         redraw_interval: int | None = 1000,
         seed: int = 0,
-        scaled_dtype: Literal["float32", "float64"] = "float64",
+        scaled_dtype: ScaledDtype = "float64",
+    ) -> None:
+        super().__init__(scaled_dtype)
+        self.head_dim, self.num_features = head_dim, check_num_features(num_features, head_dim, even=True)
+        self.projection = RandomProjection(
+            self.num_features // 2, head_dim, orthogonal=orthogonal, redraw_interval=redraw_interval, seed=seed
+        )
+
+    def log_query(self, query: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch m"]:
+        """±ωᵀx̃ - ‖x̃‖²/2 - ln(m)/2."""
+        x = query / self.head_dim**0.25
+        exponent = self.projection(x)
+        return torch.cat((exponent, -exponent), dim=-1) - (_half_square(x) + math.log(self.num_features) / 2)
+
+
+class FavorPlusPlus(LogFeatureMap):
+    """φ(x) = (1 - 4A)^(d/4) · exp(A‖ω‖² + √(1 - 4A)·ωᵀx̃ - ‖x̃‖²/2) / √m with A < 0; positive, width m.
+
+    Long rows ω, which rule the variance of :class:`FavorPlus` (A = 0), weigh less; still unbiased. Its second
+    moment, (1-4A)^d (1-8A)^(-d/2) exp(2(1-4A)/(1-8A)·‖q̃+k̃‖² - ‖q̃‖² - ‖k̃‖²), is least at
+
+        A = (1 - 1/ρ)/8,  ρ = (√((2s + d)² + 8ds) - 2s - d) / 4s,  s = ‖q̃+k̃‖².
+
+    The paper takes s from the keys and queries at hand, which would let a later key change an earlier output;
+    here it is given.
+
+    Args:
+        head_dim: d, the width of queries and keys.
+        num_features: m; by default d·ln d, rounded down and then up to an even number.
+        square: The ‖q̃+k̃‖² at which the variance is least; by default 2√d, its mean where the entries of
+            q and k are independent and of variance 1.
+        orthogonal: See :class:`RandomProjection`.
+        redraw_interval: Optimizer steps between two draws; None keeps the first draw for ever.
+        seed: The projection is a function of (seed, step, layer), the same in every process.
+        scaled_dtype: See :class:`LogFeatureMap`.
+
+    Raises:
+        ValueError: As :class:`FavorPlus`, or ``square`` is not above 0.
+
+    Source: Likhosherstov et al. 2022 (arXiv 2205.15317), theorems 1 and 2 (positive random features of the GERF).
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_features: int | None = None,
+        square: float | None = None,
+        orthogonal: bool = True,
+        redraw_interval: int | None = 1000,
+        seed: int = 0,
+        scaled_dtype: ScaledDtype = "float64",
+    ) -> None:
+        super().__init__(scaled_dtype)
+        self.head_dim, self.num_features = head_dim, check_num_features(num_features, head_dim)
+        s = 2 * math.sqrt(head_dim) if square is None else square
+        if not s > 0:
+            raise ValueError(f"square must be above 0, got {s}")
+        d = head_dim
+        rho = (math.sqrt((2 * s + d) ** 2 + 8 * d * s) - 2 * s - d) / (4 * s)
+        self.damping = (1 - 1 / rho) / 8
+        self.projection = RandomProjection(
+            self.num_features, head_dim, orthogonal=orthogonal, redraw_interval=redraw_interval, seed=seed
+        )
+
+    def log_query(self, query: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch m"]:
+        """A‖ω‖² + √(1 - 4A)·ωᵀx̃ - ‖x̃‖²/2 + d/4·ln(1 - 4A) - ln(m)/2."""
+        x = query / self.head_dim**0.25
+        stretch = 1 - 4 * self.damping
+        constant = self.head_dim / 4 * math.log(stretch) - math.log(self.num_features) / 2
+        of_row = self.damping * self.projection.rows.to(x.dtype).square().sum(-1) + constant
+        return of_row + math.sqrt(stretch) * self.projection(x) - _half_square(x)
+
+
+class FavorReLU(FeatureMap):
+    """φ(x) = (relu(ωᵀx) + floor) / √m; positive where ``floor`` is, width m.
+
+    Its kernel, for ``floor`` 0 and on average, is the arc-cosine kernel ‖q‖‖k‖ (sin θ + (π - θ) cos θ) / 2π, θ the
+    angle between q and k.
+
+    Args:
+        head_dim: d, the width of queries and keys.
+        num_features: m; by default d·ln d, rounded down and then up to an even number.
+        floor: Added to every feature; 0 gives a normalizer that can be 0.
+        orthogonal: See :class:`RandomProjection`.
+        redraw_interval: Optimizer steps between two draws; None keeps the first draw for ever.
+        seed: The projection is a function of (seed, step, layer), the same in every process.
+
+    Raises:
+        ValueError: A size is smaller than 1, or ``floor`` is negative.
+
+    Source: Choromanski et al. 2021 (arXiv 2009.14794), section 2.2 (Performer-ReLU); Cho and Saul 2009, eq. 6.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_features: int | None = None,
+        floor: float = 1e-3,
+        orthogonal: bool = True,
+        redraw_interval: int | None = 1000,
+        seed: int = 0,
     ) -> None:
         super().__init__()
-        if scaled_dtype not in ("float32", "float64"):
-            raise ValueError(f"scaled_dtype must be 'float32' or 'float64', got {scaled_dtype!r}")
-        if num_features is None:
-            num_features = max(2, int(head_dim * math.log(head_dim))) if head_dim > 0 else 0
-            num_features += num_features % 2
-        for name, number in (
-            ("head_dim", head_dim),
-            ("num_features", num_features),
-            ("redraw_interval", redraw_interval),
-        ):
-            if number is not None and number < 1:
-                raise ValueError(f"{name} must be at least 1, got {number}")
-        self.head_dim, self.num_features = head_dim, num_features
-        self.orthogonal, self.redraw_interval, self.seed = orthogonal, redraw_interval, seed
-        self.scaled_dtype = scaled_dtype
-        self.register_buffer("projection", torch.empty(num_features, head_dim, dtype=torch.float32))
-        self.redraw(step=0, layer=0)
+        self.head_dim, self.num_features = head_dim, check_num_features(num_features, head_dim)
+        self.floor, self.is_positive = check_floor(floor), floor > 0
+        self.projection = RandomProjection(
+            self.num_features, head_dim, orthogonal=orthogonal, redraw_interval=redraw_interval, seed=seed
+        )
 
     def map_query(self, query: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch m"]:
-        """φ of each query; may overflow where ‖ω‖ is large, as the formula does."""
-        return self._log_features(query).exp() / math.sqrt(self.num_features)
-
-    def map_key(self, key: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch m"]:
-        """φ of each key; may underflow where ‖x‖ is large, as the formula does."""
-        return self._log_features(key).exp() / math.sqrt(self.num_features)
-
-    def scaled_query(self, query: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch m"]:
-        """φ of each query up to a positive factor of its own; neither overflows nor vanishes."""
-        return _split_scale(self._log_features(self._widen(query)))[0]
-
-    def scaled_key(self, key: Float[Tensor, "*batch d"]) -> tuple[Float[Tensor, "*batch m"], Float[Tensor, "*batch"]]:
-        """φ of each key as ``features * exp(log_scale)``, up to one factor common to all keys."""
-        return _split_scale(self._log_features(self._widen(key)))
-
-    def redraw(self, step: int, layer: int) -> None:
-        """Draw the projection afresh if ``step`` is 0 or a multiple of ``redraw_interval``."""
-        if step and (self.redraw_interval is None or step % self.redraw_interval):
-            return
-        digest = hashlib.sha256(f"{self.seed} {step} {layer}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        draw = orthogonal_rows if self.orthogonal else gaussian_rows
-        rows = draw(self.num_features, self.head_dim, generator)
-        if self.projection.device.type != "meta":
-            with torch.no_grad():
-                self.projection.copy_(rows)
-
-    def _widen(self, x: Tensor) -> Tensor:
-        # Apple's GPUs have no float64.
-        return x.double() if self.scaled_dtype == "float64" and x.device.type != "mps" else x
-
-    def _log_features(self, x: Tensor) -> Tensor:
-        """ωᵀx̃ - ‖x̃‖²/2, in float32 or wider also under autocast: the exponents reach thousands."""
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        # The meta device knows no autocast.
-        with nullcontext() if x.device.type == "meta" else torch.autocast(x.device.type, enabled=False):
-            x = x.to(dtype) / self.head_dim**0.25
-            return x @ self.projection.to(dtype).mT - x.square().sum(-1, keepdim=True) / 2
+        """(relu(ωᵀx) + floor) / √m."""
+        return (self.projection(query).relu() + self.floor) / math.sqrt(self.num_features)
 
 
-def _split_scale(log_features: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(log_features) as features that peak at exp(_PEAK), and the logarithm of what was divided out."""
-    # Attention does not depend on the split, so no gradient flows through it.
-    log_scale = log_features.detach().amax(-1, keepdim=True) - _PEAK
-    return (log_features - log_scale).exp(), log_scale.squeeze(-1)
+class RandomFourier(FeatureMap):
+    """φ(x) = [sin(ωᵀx̃), cos(ωᵀx̃)] · exp(‖x̃‖²/2) · √(2/m); signed, width m, of two halves.
 
+    The estimate of the kernel that FAVOR+ replaces: it can be negative, and its error is largest where the kernel is
+    smallest, so a layer does not divide by its sums.
 
-def gaussian_rows(num_rows: int, width: int, generator: torch.Generator) -> Float[Tensor, "rows width"]:
-    """Independent rows ~ N(0, I), float64 on the CPU."""
-    return torch.randn(num_rows, width, generator=generator, dtype=torch.float64, device="cpu")
+    Args:
+        head_dim: d, the width of queries and keys.
+        num_features: m, even; by default d·ln d, rounded down and then up to an even number.
+        orthogonal: See :class:`RandomProjection`.
+        redraw_interval: Optimizer steps between two draws; None keeps the first draw for ever.
+        seed: The projection is a function of (seed, step, layer), the same in every process.
 
+    Raises:
+        ValueError: A size is smaller than 1, or an odd ``num_features``.
 
-def orthogonal_rows(num_rows: int, width: int, generator: torch.Generator) -> Float[Tensor, "rows width"]:
-    """Rows that are each N(0, I) alone and orthogonal within blocks of ``width``, float64 on the CPU.
-
-    Directions come from the QR decomposition of Gaussian blocks, with signs that make it unique and the
-    directions uniform; norms are those of independent Gaussian rows, so χ(width).
-
-    Source: Yu et al. 2016 (arXiv 1610.09072), section 3; Mezzadri 2007 (math-ph/0609050) for the signs.
+    Source: Rahimi and Recht 2007; Choromanski et al. 2021 (arXiv 2009.14794), eq. 5 (SM^trig).
     """
-    blocks = []
-    for _ in range(math.ceil(num_rows / width)):
-        q, r = torch.linalg.qr(gaussian_rows(width, width, generator))
-        blocks.append((q * r.diagonal().sign()).mT)
-    directions = torch.cat(blocks)[:num_rows]
-    return directions * gaussian_rows(num_rows, width, generator).norm(dim=-1, keepdim=True)
+
+    is_positive = False
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_features: int | None = None,
+        orthogonal: bool = True,
+        redraw_interval: int | None = 1000,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.head_dim, self.num_features = head_dim, check_num_features(num_features, head_dim, even=True)
+        self.projection = RandomProjection(
+            self.num_features // 2, head_dim, orthogonal=orthogonal, redraw_interval=redraw_interval, seed=seed
+        )
+
+    def map_query(self, query: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch m"]:
+        """The features; they overflow where exp(‖x̃‖²/2) does."""
+        features, half_square = self._split(query)
+        return features * half_square.exp()[..., None]
+
+    def scaled_query(self, query: Float[Tensor, "*batch d"], *positions: Tensor) -> Float[Tensor, "*batch m"]:
+        """The features without exp(‖x̃‖²/2)."""
+        return self._split(query)[0]
+
+    def scaled_key(
+        self, key: Float[Tensor, "*batch d"], *positions: Tensor
+    ) -> tuple[Float[Tensor, "*batch m"], Float[Tensor, "*batch"]]:
+        """The features without exp(‖x̃‖²/2), and ‖x̃‖²/2."""
+        return self._split(key)
+
+    def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = at_least_float32(x) / self.head_dim**0.25
+        angle = self.projection(x)
+        waves = torch.cat((angle.sin(), angle.cos()), dim=-1) * math.sqrt(2 / self.num_features)
+        return waves, _half_square(x).squeeze(-1)
+
+
+def _half_square(x: Tensor) -> Tensor:
+    return x.square().sum(-1, keepdim=True) / 2

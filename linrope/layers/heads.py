@@ -1,0 +1,54 @@
+"""What both kinds of layers do with heads and positions."""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+
+def head_dim_of(d_model: int, num_heads: int) -> int:
+    """Width of a head; ValueError if heads do not divide ``d_model``."""
+    if num_heads < 1 or d_model % num_heads:
+        raise ValueError(f"num_heads must divide d_model, got num_heads={num_heads} and d_model={d_model}")
+    return d_model // num_heads
+
+
+def split_heads(x: Float[Tensor, "b n d_model"], num_heads: int) -> Float[Tensor, "b h n d"]:
+    """Deal the last axis out to heads."""
+    return rearrange(x, "b n (h d) -> b h n d", h=num_heads)
+
+
+def project(
+    to_heads: tuple[nn.Linear, nn.Linear, nn.Linear],
+    num_heads: int,
+    x: Float[Tensor, "b n d_model"],
+    context: Float[Tensor, "b s d_model"] | None,
+) -> tuple[Float[Tensor, "b h n d"], Float[Tensor, "b h s d"], Float[Tensor, "b h s d"]]:
+    """Queries of ``x``; keys and values of ``context``, which is ``x`` where it is None.
+
+    Raises:
+        ValueError: Shapes that do not fit.
+    """
+    width = to_heads[0].in_features
+    for name, tokens in (("x", x), ("context", context)):
+        if tokens is not None and (tokens.ndim != 3 or tokens.shape[-1] != width):
+            raise ValueError(f"{name} must be (b, n, d_model) with d_model = {width}, got {tuple(tokens.shape)}")
+    context = x if context is None else context
+    query, key, value = (split_heads(f(y), num_heads) for f, y in zip(to_heads, (x, context, context), strict=True))
+    return query, key, value
+
+
+def next_positions(x: Float[Tensor, "b n d_model"], position: Int[Tensor, " b"] | None) -> Int[Tensor, "b n"]:
+    """Positions of the tokens ``x``, which follow those up to ``position``; None: there were none.
+
+    Raises:
+        ValueError: The state is of another number of rows.
+    """
+    ahead = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+    if position is None:
+        return ahead
+    if position.shape != x.shape[:1]:
+        raise ValueError(f"the state is of {len(position)} rows, x of {len(x)}")
+    return position[:, None] + ahead

@@ -1,0 +1,185 @@
+"""Multi-head linear attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from linrope.attention import Backend, Normalizer, State, linear_attention, stream_linear_attention
+from linrope.feature_maps import EluPlusOne, FeatureMap
+from linrope.layers.heads import head_dim_of, next_positions, project
+from linrope.rotary import Rotary
+
+
+class LinearAttention(nn.Module):
+    """Multi-head linear attention, for self- and cross-attention.
+
+    Args:
+        d_model: Width of inputs and outputs.
+        num_heads: h; divides ``d_model``.
+        feature_map: Factory that gets head_dim: a class, a ``functools.partial``.
+        rotary: The rotation, or None for no rotation. Where it would turn an odd number of features,
+            the last of them passes through.
+        rotary_placement: ``"numerator"`` rotates mapped queries and keys, in the numerator alone
+            (RoFormer, eq. 19); ``"before"`` rotates queries and keys before they are mapped, as
+            performer-pytorch does.
+        causal: Whether a token attends to itself and earlier tokens alone.
+        bias: Whether the four projections have biases.
+        chunk_size: Tokens per block of the causal form; changes speed and memory, not the result.
+        backend: See :func:`linrope.linear_attention`.
+        normalizer: ``"features"`` divides by the sum of the kernel, for maps whose kernel is positive;
+            ``"rms"`` gives each head's output a root mean square of 1 instead (the output projection
+            holds the gains), and None leaves it as it is. See :func:`linrope.linear_attention`.
+
+    Raises:
+        ValueError: ``num_heads`` does not divide ``d_model``, an unknown ``rotary_placement`` or
+            ``normalizer``, a rotation of less than one pair, or a division by a kernel that can be 0.
+
+    Source: Su et al. 2021 (arXiv 2104.09864), eq. 19; Qin et al. 2022 (arXiv 2210.10340) for ``"rms"``.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        *,
+        feature_map: Callable[[int], FeatureMap] = EluPlusOne,
+        rotary: Rotary | None = None,
+        rotary_placement: Literal["numerator", "before"] = "numerator",
+        causal: bool = True,
+        bias: bool = False,
+        chunk_size: int | None = None,
+        backend: Backend = "auto",
+        normalizer: Normalizer = "features",
+    ) -> None:
+        super().__init__()
+        if rotary_placement not in ("numerator", "before"):
+            raise ValueError(f"rotary_placement must be 'numerator' or 'before', got {rotary_placement!r}")
+        if normalizer not in ("features", "rms", None):
+            raise ValueError(f"normalizer must be 'features', 'rms' or None, got {normalizer!r}")
+        head_dim = head_dim_of(d_model, num_heads)
+        self.num_heads, self.causal, self.rotary_placement = num_heads, causal, rotary_placement
+        self.chunk_size = chunk_size
+        self.backend: Backend = backend
+        self.normalizer: Normalizer = normalizer
+        self.query, self.key, self.value, self.out = (nn.Linear(d_model, d_model, bias=bias) for _ in range(4))
+        self.feature_map = feature_map(head_dim).for_heads(num_heads)
+        if normalizer == "features" and not self.feature_map.kernel_is_positive:
+            raise ValueError(
+                f"the kernel of {type(self.feature_map).__name__} can be 0 or negative, and normalizer='features' divides "
+                "by its sum; pass normalizer='rms' or None, or give the map a floor above 0 where it takes one"
+            )
+        width = self.feature_map.num_features if rotary_placement == "numerator" else head_dim
+        self.rotary = None if rotary is None else rotary.for_width(width)
+
+    def forward(
+        self,
+        x: Float[Tensor, "b n d_model"],
+        context: Float[Tensor, "b s d_model"] | None = None,
+        *,
+        key_mask: Bool[Tensor, "b s"] | None = None,
+        positions: Int[Tensor, "*b n"] | None = None,
+        context_positions: Int[Tensor, "*b s"] | None = None,
+    ) -> Float[Tensor, "b n d_model"]:
+        """Attend from ``x`` to ``context``, or to itself.
+
+        Args:
+            x: What queries are made of.
+            context: What keys and values are made of; ``x`` by default.
+            key_mask: True where a key takes part.
+            positions: Of ``x``, in tokens; 0, 1, … by default.
+            context_positions: Of ``context``, in tokens; 0, 1, … by default.
+
+        Raises:
+            ValueError: Shapes that do not fit; another length of ``context`` where the layer is causal.
+        """
+        query, key, value = project((self.query, self.key, self.value), self.num_heads, x, context)
+        if positions is None:
+            positions = torch.arange(query.shape[2], device=x.device)
+        if context is None:
+            context_positions = positions
+        elif context_positions is None:
+            context_positions = torch.arange(key.shape[2], device=x.device)
+        query, key, log_scale = self._map(query, key, positions, context_positions)
+        output = linear_attention(
+            query,
+            key,
+            value,
+            rotary=self._numerator_rotary,
+            causal=self.causal,
+            key_mask=key_mask,
+            query_positions=positions,
+            key_positions=context_positions,
+            chunk_size=self.chunk_size,
+            backend=self.backend,
+            key_log_scale=log_scale,
+            normalizer=self.normalizer,
+        )
+        return self.out(rearrange(output, "b h n e -> b n (h e)"))
+
+    def stream(
+        self,
+        x: Float[Tensor, "b n d_model"],
+        state: State | None = None,
+        *,
+        key_mask: Bool[Tensor, "b n"] | None = None,
+        positions: Int[Tensor, "*b n"] | None = None,
+    ) -> tuple[Float[Tensor, "b n d_model"], State]:
+        """Attend from the next tokens to themselves and all before them; returns outputs and the new state.
+
+        Args:
+            x: The next tokens, any number of them.
+            state: What the call for the tokens before returned; None at the start.
+            key_mask: True where a key takes part.
+            positions: In tokens; by default they go on from ``state.position``.
+
+        Raises:
+            ValueError: The layer is not causal, or shapes do not fit.
+        """
+        if not self.causal:
+            raise ValueError("only a causal layer streams; this one was made with causal=False")
+        query, key, value = project((self.query, self.key, self.value), self.num_heads, x, None)
+        if positions is None:
+            positions = next_positions(x, None if state is None else state.position)
+        query, key, log_scale = self._map(query, key, positions, positions)
+        output, state = stream_linear_attention(
+            query,
+            key,
+            value,
+            state,
+            rotary=self._numerator_rotary,
+            key_mask=key_mask,
+            query_positions=positions,
+            chunk_size=self.chunk_size,
+            backend=self.backend,
+            key_log_scale=log_scale,
+            normalizer=self.normalizer,
+        )
+        return self.out(rearrange(output, "b h n e -> b n (h e)")), state
+
+    @property
+    def _numerator_rotary(self) -> Rotary | None:
+        return self.rotary if self.rotary_placement == "numerator" else None
+
+    def _map(
+        self, query: Tensor, key: Tensor, positions: Tensor, context_positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Mapped queries, mapped keys and the keys' log-scales."""
+        if self.rotary is not None and self.rotary_placement == "before":
+            query, key = self.rotary(query, positions), self.rotary(key, context_positions)
+        feature_map = self.feature_map
+        of_query, of_key = ((positions,), (context_positions,)) if feature_map.uses_positions else ((), ())
+        if self.normalizer is None:  # nothing divides a scale out again
+            return feature_map.map_query(query, *of_query), feature_map.map_key(key, *of_key), None
+        return feature_map.scaled_query(query, *of_query), *feature_map.scaled_key(key, *of_key)
+
+    def extra_repr(self) -> str:  # noqa: D102
+        return (
+            f"num_heads={self.num_heads}, causal={self.causal}, rotary_placement={self.rotary_placement!r}, "
+            f"normalizer={self.normalizer!r}"
+        )
