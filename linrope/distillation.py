@@ -8,54 +8,37 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linrope.feature_maps import FeatureMap
 from linrope.layers import LinearAttention, SoftmaxAttention
 from linrope.layers.heads import split_heads
 
 
-def attention_cross_entropy(
-    feature_map: FeatureMap,
-    query: Float[Tensor, "b h n d"],
-    key: Float[Tensor, "b h n d"],
+def kernel_cross_entropy(
+    query_features: Float[Tensor, "b h n m"],
+    key_features: Float[Tensor, "b h s m"],
+    target: Float[Tensor, "b h n s"],
     *,
-    causal: bool = True,
+    key_log_scale: Float[Tensor, "b h s"] | None = None,
 ) -> Float[Tensor, ""]:
-    """Mean over queries of -Σ_s p_ts ln w_ts, in nats, with p = softmax(q·k/√d) and w = φ(q)·φ(k) / Σ φ(q)·φ(k).
+    """Mean over queries of -Σ_s p_ts ln w_ts, in nats, with p the ``target`` and w = φ(q)·φ(k) / Σ_s φ(q)·φ(k).
 
-    It is least, the entropy of p, where the two agree. Memory is quadratic in n.
+    Both sums run over the keys whose target is above 0. It is least, the entropy of p, where the two agree.
 
     Args:
-        feature_map: φ, whose kernel is positive.
-        query: Queries as the map will get them, so rotated where a rotation stands before it.
-        key: Keys, likewise.
-        causal: Whether a token attends to itself and earlier tokens alone.
-
-    Raises:
-        ValueError: The kernel of ``feature_map`` can be 0 or negative.
+        query_features: φ(q), of a map whose kernel is positive.
+        key_features: φ(k).
+        target: Attention weights, which sum to 1 for each query.
+        key_log_scale: See :func:`linrope.linear_attention`.
 
     Source: Zhang et al. 2024 (arXiv 2402.04347), section 4.2.
     """
-    if not feature_map.kernel_is_positive:
-        raise ValueError(
-            f"the kernel of {type(feature_map).__name__} can be 0 or negative; its logarithm is needed here"
-        )
-    n = query.shape[2]
-    future = torch.ones(n, n, dtype=torch.bool, device=query.device).triu(1) if causal else None
-    scores = query @ key.mT / query.shape[-1] ** 0.5
-    where = (torch.arange(n, device=query.device),) if feature_map.uses_positions else ()
-    features, log_scale = feature_map.scaled_key(key, *where)
-    kernel = feature_map.scaled_query(query, *where) @ features.mT
+    kernel = query_features @ key_features.mT
     # The least positive number where a product vanished: its logarithm stays finite, its gradient is 0.
     log_kernel = kernel.clamp_min(torch.finfo(kernel.dtype).tiny).log()
-    if log_scale is not None:
-        log_kernel = log_kernel + log_scale[:, :, None]
-    if future is not None:
-        scores, log_kernel = scores.masked_fill(future, -torch.inf), log_kernel.masked_fill(future, -torch.inf)
-    p = scores.softmax(-1)
-    log_w = log_kernel.log_softmax(-1)
-    if future is not None:
-        log_w = log_w.masked_fill(future, 0.0)  # 0 · -inf is not 0
-    return -(p * log_w).sum(-1).mean()
+    if key_log_scale is not None:
+        log_kernel = log_kernel + key_log_scale[:, :, None]
+    absent = target == 0
+    log_weight = log_kernel.masked_fill(absent, -torch.inf).log_softmax(-1)
+    return -(target * log_weight.masked_fill(absent, 0.0)).sum(-1).mean()  # 0 · -inf is not 0
 
 
 def fit_to_softmax(
@@ -67,11 +50,11 @@ def fit_to_softmax(
 ) -> list[float]:
     """Give ``student`` the projections of ``teacher``, then train its feature map to attend alike.
 
-    One AdamW step on :func:`attention_cross_entropy` for each of ``inputs``; only the map is trained. A rotation before
-    the map is part of what is fitted; one in the numerator comes after it and is not.
+    One AdamW step on :func:`kernel_cross_entropy` for each of ``inputs``; only the map is trained, and a rotation in the
+    numerator, which comes after it, is not part of what is fitted. Memory is quadratic in n.
 
     Args:
-        student: Layer whose feature map has parameters.
+        student: Layer whose feature map has parameters and a positive kernel.
         teacher: Layer with the same sizes.
         inputs: What the layers read.
         learning_rate: Of AdamW.
@@ -80,26 +63,40 @@ def fit_to_softmax(
         The loss of each step, before it, in nats.
 
     Raises:
-        ValueError: A map without parameters, layers of different sizes, or one causal and one not.
+        ValueError: A map without parameters or a positive kernel, layers of different sizes, or one causal and one not.
     """
-    if not list(student.feature_map.parameters()):
-        raise ValueError(f"{type(student.feature_map).__name__} has no parameters to fit")
+    feature_map = student.feature_map
+    if not list(feature_map.parameters()):
+        raise ValueError(f"{type(feature_map).__name__} has no parameters to fit")
+    if not feature_map.kernel_is_positive:
+        raise ValueError(
+            f"the kernel of {type(feature_map).__name__} can be 0 or negative, so it has no logarithm to fit"
+        )
     sizes = [(layer.query.in_features, layer.num_heads, layer.causal) for layer in (student, teacher)]
     if sizes[0] != sizes[1]:
         raise ValueError(f"(d_model, num_heads, causal) must agree, got {sizes[0]} and {sizes[1]}")
     for name in ("query", "key", "value", "out"):
         getattr(student, name).load_state_dict(getattr(teacher, name).state_dict())
-    optimizer = torch.optim.AdamW(student.feature_map.parameters(), lr=learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(feature_map.parameters(), lr=learning_rate, weight_decay=0.0)
     losses = []
     for x in inputs:
+        positions = torch.arange(x.shape[1], device=x.device)
         with torch.no_grad():
             query, key = (split_heads(project(x), teacher.num_heads) for project in (teacher.query, teacher.key))
-            if teacher.rotary is not None:
-                positions = torch.arange(x.shape[1], device=x.device)
-                query, key = teacher.rotary(query, positions), teacher.rotary(key, positions)
-        loss = attention_cross_entropy(student.feature_map, query, key, causal=teacher.causal)
+            target = _softmax_weights(teacher, query, key, positions)
+        query, key, log_scale = student.map_heads(query, key, positions, positions)
+        loss = kernel_cross_entropy(query, key, target, key_log_scale=log_scale)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def _softmax_weights(layer: SoftmaxAttention, query: Tensor, key: Tensor, positions: Tensor) -> Tensor:
+    if layer.rotary is not None:
+        query, key = layer.rotary(query, positions), layer.rotary(key, positions)
+    scores = query @ key.mT / query.shape[-1] ** 0.5
+    if layer.causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    return scores.softmax(-1)

@@ -45,7 +45,7 @@ class Kernels(NamedTuple):
 
 
 def normal_pairs(count: int, head_dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Queries and keys ~ N(0, I), float64: what a layer norm and fresh projections make of any input."""
+    """Queries and keys ~ N(0, I), float64."""
     generator = torch.Generator().manual_seed(seed)
     query, key = torch.randn(2, count, head_dim, generator=generator, dtype=torch.float64)
     return query, key
@@ -64,9 +64,7 @@ def kernels(feature_map: FeatureMap, query: Tensor, key: Tensor) -> Kernels:
     return Kernels(softmax.numpy(), product.numpy())
 
 
-def relative_error(
-    kind: Callable[..., FeatureMap], num_features: int, query: Tensor, key: Tensor, seeds: int = _SEEDS
-) -> float:
+def relative_error(kind: Callable[..., FeatureMap], num_features: int, query: Tensor, key: Tensor, seeds: int) -> float:
     """Root mean square, over pairs and draws, of φ(q)·φ(k) / exp(q·k/√d) - 1."""
     softmax = ((query * key).sum(-1) / query.shape[-1] ** 0.5).exp()
     squares = []
@@ -142,7 +140,7 @@ def _errors(axis: Axes, head_dim: int) -> None:
     widths = [2**power for power in range(3, 11)]
     looks = styles([kind.__name__ for kind in ESTIMATORS])
     for kind in ESTIMATORS:
-        errors = [relative_error(kind, width, query, key) for width in widths]
+        errors = [relative_error(kind, width, query, key, _SEEDS) for width in widths]
         look = looks[kind.__name__]
         axis.plot(widths, errors, color=look.color, linestyle=look.dash, marker=look.marker, markersize=3.5)
         axis.annotate(

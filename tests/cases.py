@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple, get_args
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 import linrope
 from linrope import DPFP, T2R, CosFormer, FavorPlus, FeatureMap, LogFeatureMap, OnePlusCosine, Rotary, linear_attention
-from linrope.attention import Backend, Normalizer
+from linrope.attention import RMS_EPSILON, Backend, Normalizer
 
 # Every concrete map that linrope exports: one exported tomorrow is covered tomorrow.
 EXPORTED: dict[str, Callable[[int], FeatureMap]] = {
@@ -150,6 +151,7 @@ def truth(
     key_positions: Tensor | None = None,
     log_scale: Tensor | None = None,
     normalizer: Normalizer = "features",
+    epsilon: float = RMS_EPSILON,
 ) -> Truth:
     """REF: explicit n × s matrices in float64, from mapped queries and keys; differentiable."""
     query, key, value = query.double(), key.double(), value.double()
@@ -177,20 +179,28 @@ def truth(
     numerator = (torch.einsum("bhnm,bhsm->bhns", rotated_query, rotated_key) * weight) @ value
     key_sums = (torch.einsum("bhnm,bhsm->bhns", query, key) * weight).sum(-1)
     empty = ~allowed.any(-1)
-    output = divided(numerator, key_sums, normalizer, empty)
+    output = divided(numerator, key_sums, normalizer, epsilon=0.0 if log_scale is not None else epsilon, empty=empty)
     kv = torch.einsum("bhs,bhsm,bhse->bhme", weight_at_end.expand(key.shape[:3]), rotated_key, value)
     key_sum = torch.einsum("bhs,bhsm->bhm", weight_at_end.expand(key.shape[:3]), key)
     return Truth(output, kv, key_sum, key_sums)
 
 
-def divided(numerator: Tensor, key_sums: Tensor, normalizer: Normalizer, empty: Tensor | None = None) -> Tensor:
+def divided(
+    numerator: Tensor, key_sums: Tensor, normalizer: Normalizer, *, epsilon: float, empty: Tensor | None = None
+) -> Tensor:
     """Divide as each ``normalizer`` promises; rows that are ``empty`` stay 0."""
     if normalizer is None:
         return numerator
     if normalizer == "features":
         return numerator / (key_sums if empty is None else key_sums.masked_fill(empty, 1.0))[..., None]
-    square = numerator.square().mean(-1, keepdim=True)
+    square = numerator.square().mean(-1, keepdim=True) + epsilon
     return numerator / square.masked_fill(square == 0, 1.0).sqrt()
+
+
+def epsilon_of(feature_map: FeatureMap) -> float:
+    """Return the ε of the "rms" normalizer, which features with log-scales do without."""
+    has_log_scale = feature_map.scaled_key(torch.zeros(1, feature_map.head_dim))[1] is not None
+    return 0.0 if has_log_scale else RMS_EPSILON
 
 
 def rotary_for(feature_map: FeatureMap, placement: str, rotary: Rotary | None = None) -> Rotary | None:
@@ -211,7 +221,7 @@ def attend(
     """Map raw queries and keys, then attend; ``scaled`` as layers do, else with φ as it is."""
     if placement == "before":
         query, key = (Rotary()(x, torch.arange(x.shape[2])) for x in (query, key))
-    query, key, log_scale = mapped(feature_map, query, key, scaled)
+    query, key, log_scale = mapped(feature_map, query, key, scaled, options.get("query_positions"))
     return linear_attention(
         query,
         key,
@@ -223,15 +233,25 @@ def attend(
     )
 
 
-def mapped(feature_map: FeatureMap, query: Tensor, key: Tensor, scaled: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return φ(q), φ(k) and the log-scale that φ(k) lacks."""
+def mapped(
+    feature_map: FeatureMap, query: Tensor, key: Tensor, scaled: bool, positions: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return φ(q), φ(k) and the log-scale that φ(k) lacks; ``positions`` are 0, 1, … by default."""
+    where = (positions,) if positions is not None and feature_map.uses_positions else ()
     if scaled:
-        return feature_map.scaled_query(query), *feature_map.scaled_key(key)
-    return feature_map.map_query(query), feature_map.map_key(key), None
+        return feature_map.scaled_query(query, *where), *feature_map.scaled_key(key, *where)
+    return feature_map.map_query(query, *where), feature_map.map_key(key, *where), None
 
 
 def true_attend(
-    feature_map: FeatureMap, query: Tensor, key: Tensor, value: Tensor, *, placement: str = "none", **options: Any
+    feature_map: FeatureMap,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    placement: str = "none",
+    scaled: bool = True,
+    **options: Any,
 ) -> Tensor:
     """Return REF from raw queries and keys, with φ as it is; ``feature_map`` holds float64 parameters."""
     query, key = query.double(), key.double()
@@ -239,12 +259,13 @@ def true_attend(
         query, key = (turn(x, torch.arange(x.shape[2])) for x in (query, key))
     rotate = turn if placement == "numerator" else None
     mapped_pair = feature_map.map_query(query), feature_map.map_key(key)
-    return truth(*mapped_pair, value, rotate=rotate, normalizer=normalizer_of(feature_map), **options).output
+    how = {"normalizer": normalizer_of(feature_map), "epsilon": epsilon_of(feature_map) if scaled else RMS_EPSILON}
+    return truth(*mapped_pair, value, rotate=rotate, **how, **options).output
 
 
 def log_split(feature_map: FeatureMap, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return float64 features that do not underflow and the logarithm of what the keys' lack."""
-    feature_map, query, key = feature_map.double(), query.double(), key.double()
+    feature_map, query, key = deepcopy(feature_map).double(), query.double(), key.double()
     if isinstance(feature_map, LogFeatureMap):
         log_query, log_key = feature_map.log_query(query), feature_map.log_key(key)
         tops = log_query.amax(-1, keepdim=True), log_key.amax(-1, keepdim=True)
@@ -268,6 +289,7 @@ def peaked_truth(
     log_scale: Tensor,
     rotate: Callable[[Tensor, Tensor], Tensor] | None = None,
     normalizer: Normalizer = "features",
+    epsilon: float = 0.0,
     block: int = 512,
 ) -> PeakedTruth:
     """Causal REF in log space, a block of rows at a time: exact where plain sums underflow."""
@@ -285,12 +307,15 @@ def peaked_truth(
         log_kernel = (kernel.abs().log() + c).masked_fill(future, -torch.inf)
         if normalizer == "features":
             assert (kernel.masked_fill(future, 1.0) != 0).all(), "the truth itself underflows"
-        top = log_kernel.amax(-1, keepdim=True)
+        # Features without log-scales keep their size, which ε is measured by.
+        top = c.new_zeros(()) if epsilon else log_kernel.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
         weight = (c - top).masked_fill(future, -torch.inf).exp()
         score = kernel if rotate is None else rotated_query[:, :, rows] @ rotated_key[:, :, :end].mT
         numerator = (score * weight) @ v
-        by = (kernel * weight).sum(-1) if normalizer == "features" else numerator.square().mean(-1).sqrt()
-        outputs.append(divided(numerator, by, normalizer))
+        by = (kernel * weight).sum(-1)
+        outputs.append(divided(numerator, by, normalizer, epsilon=epsilon))
+        if normalizer == "rms":
+            by = (numerator.square().mean(-1) + epsilon).sqrt()
         products = rotated_query[:, :, rows].abs() @ rotated_key[:, :, :end].abs().mT
         terms.append((products * weight) @ v.abs() / by.abs()[..., None])
     return PeakedTruth(torch.cat(outputs, 2), torch.cat(terms, 2))

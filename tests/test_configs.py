@@ -66,14 +66,16 @@ def test_overlays_take_a_step(path, tmp_path):
     one_step(tmp_path / "e" / "a" / "seed-0", "configs/enwik8/small.yaml", path)
 
 
-ARMS = {  # each combination once
+ARMS = {
     f"{Path(source).stem}: {arm.label}": arm.configs
     for source in configs("compare")
     for arm in read_plan(ROOT / source).arms
 }
+# Every overlay takes its step above; that each goes with each placement takes longer.
+SLOW = [arm for arm in ARMS if arm.startswith("feature_maps: ")]
 
 
-@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("arm", [pytest.param(arm, marks=pytest.mark.slow if arm in SLOW else ()) for arm in ARMS])
 def test_arms_of_comparisons_take_a_step(arm, tmp_path):
     one_step(tmp_path / "e" / "a" / "seed-0", *map(str, ARMS[arm]))
 

@@ -23,6 +23,9 @@ Rotation = Callable[[Tensor, Tensor], Tensor]
 
 # Scores of a chunk cost c·(m + e) operations a token, its state 2·m·e; 64 balances them at usual widths.
 _CHUNK_SIZE = 64
+# Added to the mean square of numerators, as RMSNorms do: where rotated terms cancel, what is left is rounding.
+# Features with log-scales have no size that it could be measured by, so there it is 0.
+RMS_EPSILON = 1e-6
 
 
 def linear_attention(
@@ -61,8 +64,9 @@ def linear_attention(
         key_log_scale: Logarithm of a factor that each key's features still lack; see
             :meth:`linrope.FeatureMap.scaled_key`.
         normalizer: ``"features"`` divides by Σ_s φ(q_t)·φ(k_s), as above, which must not come near 0;
-            ``"rms"`` divides the numerator by its root mean square over e instead, as TransNormer
-            does, and None by nothing: for kernels that can be 0 or negative.
+            ``"rms"`` divides the numerator by √(its mean square over e + 1e-6) instead, as TransNormer
+            does (without 1e-6 where keys carry log-scales, which leave it no size), and None by
+            nothing: for kernels that can be 0 or negative.
 
     Returns:
         The outputs, in the dtype of ``value``.
@@ -107,7 +111,7 @@ def linear_attention(
             sums, _ = chunked(inputs, state, chunk_size or _CHUNK_SIZE, divides=divides)
         else:
             sums = noncausal(inputs, divides=divides)
-        return _output(sums, normalizer).to(value.dtype)
+        return _output(sums, normalizer, key_log_scale is not None).to(value.dtype)
 
 
 def stream_linear_attention(
@@ -189,13 +193,14 @@ def stream_linear_attention(
         else:
             sums, new_state = chunked(inputs, wide, chunk_size or _CHUNK_SIZE, divides=normalizer == "features")
         position = (key_positions[..., -1].long() + 1).expand(b).clone()
-        return _output(sums, normalizer).to(value.dtype), new_state._replace(position=position)
+        output = _output(sums, normalizer, key_log_scale is not None)
+    return output.to(value.dtype), new_state._replace(position=position)
 
 
-def _output(sums: Sums, normalizer: Normalizer) -> Tensor:
+def _output(sums: Sums, normalizer: Normalizer, has_log_scale: bool) -> Tensor:
     """Numerators, divided by what ``normalizer`` says."""
     if normalizer == "rms":
-        return rms_norm(sums.numerator)
+        return rms_norm(sums.numerator, 0.0 if has_log_scale else RMS_EPSILON)
     return sums.numerator if normalizer is None or sums.normalizer is None else divide(*sums)
 
 

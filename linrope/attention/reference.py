@@ -21,13 +21,15 @@ def reference(inputs: Inputs, state: State, *, causal: bool) -> tuple[Sums, Stat
     q, k, rq, rk, v = (x.double() for x in inputs[:5])
     kv, key_sum, scale = state.kv.double(), state.key_sum.double(), state.log_scale.double()[..., None]
     c = q.new_zeros(k.shape[:3]) if inputs.log_scale is None else inputs.log_scale.double()
-    mask = q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool)
-    log_weight = c[:, :, None, :].masked_fill(~(mask.tril() if causal else mask), -torch.inf)
+    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1) & causal
+    log_weight = c[:, :, None, :].masked_fill(hidden, -torch.inf)
     top = torch.maximum(log_weight.amax(-1).detach(), scale)
     weight, carried = (log_weight - top[..., None]).exp(), (scale - top).exp()[..., None]
 
-    numerator = ((rq @ rk.mT) * weight) @ v + carried * (rq @ kv)
-    normalizer = (((q @ k.mT) * weight).sum(-1, keepdim=True) + carried * (q @ key_sum[..., None]))[..., 0]
+    # Filled as well as weighed by 0: what a hidden key holds may be infinite.
+    rotated_scores, scores = ((x @ y.mT).masked_fill(hidden, 0.0) * weight for x, y in ((rq, rk), (q, k)))
+    numerator = rotated_scores @ v + carried * (rq @ kv)
+    normalizer = scores.sum(-1) + (carried * (q @ key_sum[..., None]))[..., 0]
 
     last, kept = weight[:, :, -1, :, None], carried[:, :, -1:]
     new_state = State(

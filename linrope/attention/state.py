@@ -73,10 +73,12 @@ def divide(numerator: Float[Tensor, "b h n e"], normalizer: Float[Tensor, "b h n
     return (numerator / normalizer[..., None].masked_fill(nothing, 1.0)).masked_fill(nothing, 0.0)
 
 
-def rms_norm(numerator: Float[Tensor, "b h n e"]) -> Float[Tensor, "b h n e"]:
-    """numerator / its root mean square over e, and 0 where it is 0."""
+def rms_norm(numerator: Float[Tensor, "b h n e"], epsilon: float) -> Float[Tensor, "b h n e"]:
+    """numerator / √(its mean square over e + ``epsilon``), and 0 where it is 0."""
     # First to a largest entry of 1: squares of large sums overflow, those of small ones vanish.
     largest = numerator.detach().abs().amax(-1, keepdim=True)
     nothing = largest == 0
-    unit = numerator / largest.masked_fill(nothing, 1.0)
-    return unit * unit.square().mean(-1, keepdim=True).masked_fill(nothing, 1.0).rsqrt()
+    largest = largest.masked_fill(nothing, 1.0)
+    unit = numerator / largest
+    inverse = (unit.square().mean(-1, keepdim=True) + epsilon / largest.square()).masked_fill(nothing, 1.0).rsqrt()
+    return (unit * inverse).masked_fill(nothing, 0.0)

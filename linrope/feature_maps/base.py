@@ -37,8 +37,8 @@ class FeatureMap(nn.Module, ABC):
         return self.is_positive
 
     @abstractmethod
-    def map_query(self, query: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch m"]:
-        """φ_q of each query."""
+    def map_query(self, query: Float[Tensor, "*batch d"], *positions: Tensor) -> Float[Tensor, "*batch m"]:
+        """φ_q of each query; ``positions`` (tokens) are given where :attr:`uses_positions` says so."""
 
     def map_key(self, key: Float[Tensor, "*batch d"], *positions: Tensor) -> Float[Tensor, "*batch m"]:
         """φ_k of each key; φ_q by default."""

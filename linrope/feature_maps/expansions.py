@@ -58,7 +58,7 @@ class DPFP(FeatureMap):
     Raises:
         ValueError: ``nu`` out of range, or ``floor`` is negative.
 
-    Source: Schlag et al. 2021 (arXiv 2102.11174), eq. 37 and 38 and appendix D.
+    Source: Schlag et al. 2021 (arXiv 2102.11174), section 5.3.
     """
 
     def __init__(self, head_dim: int, nu: int = 1, floor: float = 0.0) -> None:
@@ -89,11 +89,15 @@ class Taylor(FeatureMap):
     """
 
     is_positive = False
-    kernel_is_positive = True
 
     def __init__(self, head_dim: int) -> None:
         super().__init__()
         self.head_dim, self.num_features = head_dim, 1 + head_dim + head_dim * (head_dim + 1) // 2
+
+    @property
+    def kernel_is_positive(self) -> bool:
+        """Always: 1 + u + u²/2 = ((1 + u)² + 1)/2."""
+        return True
 
     def map_query(self, query: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch m"]:
         """[1, x̃, its squares and products]."""
@@ -102,10 +106,11 @@ class Taylor(FeatureMap):
 
 
 class CosFormer(FeatureMap):
-    """φ(x) at position p is [r cos θ, r sin θ] with r = relu(x) and θ = πp/2M; width 2d.
+    """φ(x) at position p has the pairs (r cos θ, r sin θ) with r = relu(x) and θ = πp/2M; width 2d.
 
     Its kernel relu(q)·relu(k) cos(π(p_q - p_k)/2M) fades with distance and is not negative while positions
-    are below M.
+    are below M. Pairs stand side by side, so that a rotation in the numerator (interleaved, the default) adds its angle
+    to the map's and depends on distance alone.
 
     Args:
         head_dim: d, the width of queries and keys.
@@ -115,7 +120,7 @@ class CosFormer(FeatureMap):
     Raises:
         ValueError: ``max_positions`` is smaller than 1, or ``floor`` is negative.
 
-    Source: Qin et al. 2022 (arXiv 2202.08791), eq. 10.
+    Source: Qin et al. 2022 (arXiv 2202.08791).
     """
 
     is_positive = False
@@ -136,18 +141,23 @@ class CosFormer(FeatureMap):
     def map_query(
         self, query: Float[Tensor, "*batch n d"], positions: Tensor | None = None
     ) -> Float[Tensor, "*batch n m"]:
-        """[r cos θ, r sin θ] of each query.
+        """(r cos θ, r sin θ) of each query.
 
         Args:
             query: Queries or keys.
             positions: In tokens, ``(n,)`` or ``(b, n)``; 0, 1, … by default.
 
         Raises:
-            ValueError: A position is negative, or M or more.
+            ValueError: Positions of another shape, negative, or M or more.
         """
         x = at_least_float32(query)
         if positions is None:
             positions = torch.arange(x.shape[-2] if x.ndim > 1 else 1, device=x.device)
+        n = x.shape[-2] if x.ndim > 1 else 1
+        if positions.shape not in ((n,), (1, n), (x.shape[0], n)):
+            raise ValueError(
+                f"positions must be (n,) = {(n,)} or (b, n) = {(x.shape[0], n)}, got {tuple(positions.shape)}"
+            )
         # A graph cannot look at values; outside of one a position past M is an error, not a wrong sign.
         if not torch.compiler.is_compiling() and positions.numel() and positions.device.type != "meta":
             least, largest = (int(p) for p in positions.aminmax())
@@ -163,14 +173,14 @@ class CosFormer(FeatureMap):
             angle = angle[:, None]
         r = relative_floor(x.relu(), x, self.floor)
         cos, sin = (wave.to(x.device, x.dtype)[..., None] for wave in (angle.cos(), angle.sin()))
-        return torch.cat((r * cos, r * sin), dim=-1)
+        return torch.stack((r * cos, r * sin), dim=-1).flatten(-2)
 
     def map_key(self, key: Float[Tensor, "*batch n d"], positions: Tensor | None = None) -> Float[Tensor, "*batch n m"]:
-        """[r cos θ, r sin θ] of each key; as :meth:`map_query`."""
+        """(r cos θ, r sin θ) of each key; as :meth:`map_query`."""
         return self.map_query(key, positions)
 
 
-def packed_square(x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d(d+1)/2"]:
+def packed_square(x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch m"]:
     """[x_i², √2 x_i x_j (i < j)], whose dot products are those of x, squared."""
     d = x.shape[-1]
     i, j = torch.triu_indices(d, d, offset=1, device=x.device)

@@ -101,8 +101,8 @@ class FavorHyperbolic(LogFeatureMap):
 class FavorPlusPlus(LogFeatureMap):
     """φ(x) = (1 - 4A)^(d/4) · exp(A‖ω‖² + √(1 - 4A)·ωᵀx̃ - ‖x̃‖²/2) / √m with A < 0; positive, width m.
 
-    Long rows ω, which rule the variance of :class:`FavorPlus` (A = 0), weigh less; still unbiased. Its second
-    moment, (1-4A)^d (1-8A)^(-d/2) exp(2(1-4A)/(1-8A)·‖q̃+k̃‖² - ‖q̃‖² - ‖k̃‖²), is least at
+    Long rows ω, which rule the variance of :class:`FavorPlus` (A = 0), weigh less; still unbiased. The variance is
+    lower where queries and keys are as long as it is told, and may be higher elsewhere. Its second moment, (1-4A)^d (1-8A)^(-d/2) exp(2(1-4A)/(1-8A)·‖q̃+k̃‖² - ‖q̃‖² - ‖k̃‖²), is least at
 
         A = (1 - 1/ρ)/8,  ρ = (√((2s + d)² + 8ds) - 2s - d) / 4s,  s = ‖q̃+k̃‖².
 
@@ -112,8 +112,8 @@ class FavorPlusPlus(LogFeatureMap):
     Args:
         head_dim: d, the width of queries and keys.
         num_features: m; by default d·ln d, rounded down and then up to an even number.
-        square: The ‖q̃+k̃‖² at which the variance is least; by default 2√d, its mean where the entries of
-            q and k are independent and of variance 1.
+        square: The ‖q̃+k̃‖² at which the variance is least; by default 2√d/3, its mean where entries of q
+            and k are independent and of variance 1/3, as fresh projections of a layer norm's output are.
         orthogonal: See :class:`RandomProjection`.
         redraw_interval: Optimizer steps between two draws; None keeps the first draw for ever.
         seed: The projection is a function of (seed, step, layer), the same in every process.
@@ -122,7 +122,7 @@ class FavorPlusPlus(LogFeatureMap):
     Raises:
         ValueError: As :class:`FavorPlus`, or ``square`` is not above 0.
 
-    Source: Likhosherstov et al. 2022 (arXiv 2205.15317), theorems 1 and 2 (positive random features of the GERF).
+    Source: Likhosherstov et al. 2022 (arXiv 2205.15317), the optimal positive random features.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class FavorPlusPlus(LogFeatureMap):
     ) -> None:
         super().__init__(scaled_dtype)
         self.head_dim, self.num_features = head_dim, check_num_features(num_features, head_dim)
-        s = 2 * math.sqrt(head_dim) if square is None else square
+        s = 2 / 3 * math.sqrt(head_dim) if square is None else square
         if not s > 0:
             raise ValueError(f"square must be above 0, got {s}")
         d = head_dim

@@ -42,20 +42,20 @@ class LogFeatureMap(FeatureMap):
         self.scaled_dtype = scaled_dtype
 
     @abstractmethod
-    def log_query(self, query: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch m"]:
+    def log_query(self, query: Float[Tensor, "*batch d"], *positions: Tensor) -> Float[Tensor, "*batch m"]:
         """Logarithm of φ_q of each query."""
 
-    def log_key(self, key: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch m"]:
+    def log_key(self, key: Float[Tensor, "*batch d"], *positions: Tensor) -> Float[Tensor, "*batch m"]:
         """Logarithm of φ_k of each key; that of φ_q by default."""
-        return self.log_query(key)
+        return self.log_query(key, *positions)
 
-    def map_query(self, query: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch m"]:
+    def map_query(self, query: Float[Tensor, "*batch d"], *positions: Tensor) -> Float[Tensor, "*batch m"]:
         """φ_q of each query; may overflow or vanish where the formula does."""
-        return self.log_query(at_least_float32(query)).exp()
+        return self.log_query(at_least_float32(query), *positions).exp()
 
-    def map_key(self, key: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch m"]:
+    def map_key(self, key: Float[Tensor, "*batch d"], *positions: Tensor) -> Float[Tensor, "*batch m"]:
         """φ_k of each key; may overflow or vanish where the formula does."""
-        return self.log_key(at_least_float32(key)).exp()
+        return self.log_key(at_least_float32(key), *positions).exp()
 
     def scaled_query(self, query: Float[Tensor, "*batch d"], *positions: Tensor) -> Float[Tensor, "*batch m"]:
         """φ_q of each query up to a positive factor of its own; neither overflows nor vanishes."""

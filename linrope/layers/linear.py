@@ -105,7 +105,7 @@ class LinearAttention(nn.Module):
             context_positions = positions
         elif context_positions is None:
             context_positions = torch.arange(key.shape[2], device=x.device)
-        query, key, log_scale = self._map(query, key, positions, context_positions)
+        query, key, log_scale = self.map_heads(query, key, positions, context_positions)
         output = linear_attention(
             query,
             key,
@@ -146,7 +146,7 @@ class LinearAttention(nn.Module):
         query, key, value = project((self.query, self.key, self.value), self.num_heads, x, None)
         if positions is None:
             positions = next_positions(x, None if state is None else state.position)
-        query, key, log_scale = self._map(query, key, positions, positions)
+        query, key, log_scale = self.map_heads(query, key, positions, positions)
         output, state = stream_linear_attention(
             query,
             key,
@@ -166,10 +166,13 @@ class LinearAttention(nn.Module):
     def _numerator_rotary(self) -> Rotary | None:
         return self.rotary if self.rotary_placement == "numerator" else None
 
-    def _map(
+    def map_heads(
         self, query: Tensor, key: Tensor, positions: Tensor, context_positions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Mapped queries, mapped keys and the keys' log-scales."""
+        """Map queries and keys ``b h n d``; returns both and the keys' log-scales.
+
+        A rotation before the map is done here, one in the numerator is not.
+        """
         if self.rotary is not None and self.rotary_placement == "before":
             query, key = self.rotary(query, positions), self.rotary(key, context_positions)
         feature_map = self.feature_map
