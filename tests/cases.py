@@ -65,6 +65,13 @@ def mostly_slow(names: Iterable[str]) -> list[Any]:
     return [pytest.param(n, marks=[] if n in core or n not in _OF_MAPS else [pytest.mark.slow]) for n in names]
 
 
+def paths_and_maps(paths: Iterable[Path], names: Iterable[str]) -> list[Any]:
+    """Pairs for pytest: maps of ``CORE`` go every path, the others the default one, and are slow."""
+    pairs = [(path, name) for name in names for path in paths if name in CORE or path.name.startswith("auto")]
+    slow = [[] if name in CORE or name not in MAPS else [pytest.mark.slow] for _, name in pairs]
+    return [pytest.param(*pair, id=f"{pair[0].name}-{pair[1]}", marks=m) for pair, m in zip(pairs, slow, strict=True)]
+
+
 _OF_MAPS = {f"{name}{rest}" for name in MAPS for rest in ("", *(f"-{placement}" for placement in PLACEMENTS))}
 
 
@@ -199,7 +206,8 @@ def divided(
 
 def epsilon_of(feature_map: FeatureMap) -> float:
     """Return the ε of the "rms" normalizer, which features with log-scales do without."""
-    has_log_scale = feature_map.scaled_key(torch.zeros(1, feature_map.head_dim))[1] is not None
+    dtype = next((parameter.dtype for parameter in feature_map.parameters()), torch.float32)
+    has_log_scale = feature_map.scaled_key(torch.zeros(1, feature_map.head_dim, dtype=dtype))[1] is not None
     return 0.0 if has_log_scale else RMS_EPSILON
 
 

@@ -19,6 +19,7 @@ from tests.cases import (
     log_split,
     mostly_slow,
     normalizer_of,
+    paths_and_maps,
     peaked_truth,
     randn,
     relative_rms,
@@ -50,6 +51,7 @@ class LearnedMap(FeatureMap):
 LAYER_MAPS = {**MAPS, "LearnedMap": LearnedMap}
 
 every_map = pytest.mark.parametrize("name", mostly_slow(LAYER_MAPS))
+every_path_and_map = pytest.mark.parametrize(("path", "name"), paths_and_maps(PATHS, LAYER_MAPS))
 every_placement = pytest.mark.parametrize("placement", PLACEMENTS)
 every_path = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
 causal_or_not = pytest.mark.parametrize("causal", [True, False], ids=["causal", "noncausal"])
@@ -121,8 +123,7 @@ def softmax_by_hand(layer, x, context=None, *, rotated=False, key_mask=None, pos
 # The formula.
 
 
-@every_path
-@every_map
+@every_path_and_map
 @every_placement
 def test_a_layer_is_the_formula(path, name, placement):
     layer = make_layer(name, placement, causal=path.causal, **path.options)

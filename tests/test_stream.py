@@ -16,6 +16,7 @@ from tests.cases import (
     mapped,
     mostly_slow,
     normalizer_of,
+    paths_and_maps,
     randn,
     rotary_for,
     truth,
@@ -25,6 +26,7 @@ from tests.cases import (
 every_map = pytest.mark.parametrize("name", mostly_slow(MAPS))
 every_placement = pytest.mark.parametrize("placement", PLACEMENTS)
 every_causal_path = pytest.mark.parametrize("path", CAUSAL_PATHS, ids=lambda path: path.name)
+every_causal_path_and_map = pytest.mark.parametrize(("path", "name"), paths_and_maps(CAUSAL_PATHS, MAPS))
 scaled_or_not = pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "plain"])
 
 N = 13
@@ -53,8 +55,7 @@ def same_state(state: State, other: State, tolerance: float) -> None:
         close(tensor.double(), expected.double(), tolerance)
 
 
-@every_causal_path
-@every_map
+@every_causal_path_and_map
 @pytest.mark.parametrize("placement", ["none", "numerator"])
 @scaled_or_not
 def test_any_split_is_the_whole(path, name, placement, scaled):
@@ -76,8 +77,7 @@ def test_any_split_is_the_whole(path, name, placement, scaled):
     assert last.position.tolist() == [N, N]
 
 
-@every_causal_path
-@every_map
+@every_causal_path_and_map
 @scaled_or_not
 def test_a_state_is_left_as_it_is(path, name, scaled):
     feature_map, tensors, log_scale = features(name, scaled)
@@ -153,8 +153,7 @@ def test_a_state_is_as_large_after_many_tokens_as_after_one(path):
     assert [tuple(x.shape) for x in few[:3]] == [(2, 3, 6, 5), (2, 3, 6), (2,)]
 
 
-@every_causal_path
-@every_map
+@every_causal_path_and_map
 def test_rows_of_a_batch_go_on_from_positions_of_their_own(path, name):
     feature_map, tensors, log_scale = features(name, True)
     normalizer = {"normalizer": normalizer_of(feature_map)}
@@ -194,8 +193,7 @@ def test_states_of_different_rows_may_be_joined(path):
     assert state.position.tolist() == [9, 6]
 
 
-@every_causal_path
-@every_map
+@every_causal_path_and_map
 @scaled_or_not
 def test_masked_keys_stay_out_of_the_state(path, name, scaled):
     feature_map, tensors, log_scale = features(name, scaled)
@@ -220,8 +218,7 @@ def test_masked_keys_stay_out_of_the_state(path, name, scaled):
         assert state.position.tolist() == [N, N]
 
 
-@every_causal_path
-@every_map
+@every_causal_path_and_map
 def test_gradients_flow_through_a_state(path, name):
     feature_map = make_map(name, 6)
     tokens = [randn(2, 3, N, 6, grad=True) for _ in range(3)]

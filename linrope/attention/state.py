@@ -75,10 +75,11 @@ def divide(numerator: Float[Tensor, "b h n e"], normalizer: Float[Tensor, "b h n
 
 def rms_norm(numerator: Float[Tensor, "b h n e"], epsilon: float) -> Float[Tensor, "b h n e"]:
     """numerator / √(its mean square over e + ``epsilon``), and 0 where it is 0."""
-    # First to a largest entry of 1: squares of large sums overflow, those of small ones vanish.
     largest = numerator.detach().abs().amax(-1, keepdim=True)
+    if epsilon:
+        size = largest.clamp_min(1.0)  # squares of large sums overflow
+        unit = numerator / size
+        return unit * (unit.square().mean(-1, keepdim=True) + epsilon / size.square()).rsqrt()
     nothing = largest == 0
-    largest = largest.masked_fill(nothing, 1.0)
-    unit = numerator / largest
-    inverse = (unit.square().mean(-1, keepdim=True) + epsilon / largest.square()).masked_fill(nothing, 1.0).rsqrt()
-    return (unit * inverse).masked_fill(nothing, 0.0)
+    unit = numerator / largest.masked_fill(nothing, 1.0)  # and those of small ones vanish
+    return (unit * unit.square().mean(-1, keepdim=True).masked_fill(nothing, 1.0).rsqrt()).masked_fill(nothing, 0.0)
