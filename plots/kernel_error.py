@@ -23,6 +23,7 @@ from torch import Tensor
 import linrope
 from linrope import FavorHyperbolic, FavorPlus, FavorPlusPlus, FeatureMap, RandomFourier
 from plots.files import save_figure
+from plots.labels import spread
 from plots.styles import FAINT, INK, PAPER, styles
 
 ESTIMATORS = (FavorPlus, FavorHyperbolic, FavorPlusPlus, RandomFourier)
@@ -106,12 +107,15 @@ def draw(path_stem: str | Path, *, head_dim: int = 32) -> tuple[Path, Path]:
     rows = -(-len(maps) // _ACROSS)
     with matplotlib.rc_context(PAPER):
         figure = Figure(figsize=(8.6, 1.75 * rows + 3.4), layout="constrained")
-        top, bottom = figure.subfigures(2, 1, height_ratios=(1.75 * rows, 3.0))
+        halves: Any = figure.subfigures(2, 1, height_ratios=(1.75 * rows, 3.0))
+        top, bottom = halves
         top.suptitle(
             f"φ(q)·φ(k) against softmax's exp(q·k/√d), d = {head_dim}, q and k normal; line: equality up to a factor",
             fontsize=9,
             color=INK,
         )
+        top.supxlabel("exp(q·k/√d)", fontsize=9, color=INK)
+        top.supylabel("φ(q)·φ(k)", fontsize=9, color=INK)
         axes = top.subplots(rows, _ACROSS, sharex=True, sharey=True)
         for axis in axes.flat[len(maps) :]:
             axis.set_visible(False)
@@ -138,13 +142,24 @@ def _errors(axis: Axes, head_dim: int) -> None:
     """Error against width, at half the usual length, where all of them say something."""
     query, key = (x / 2 for x in normal_pairs(_PAIRS, head_dim, seed=1))
     widths = [2**power for power in range(3, 11)]
-    looks = styles([kind.__name__ for kind in ESTIMATORS])
-    for kind in ESTIMATORS:
-        errors = [relative_error(kind, width, query, key, _SEEDS) for width in widths]
-        look = looks[kind.__name__]
+    curves = {
+        kind.__name__: [relative_error(kind, width, query, key, _SEEDS) for width in widths] for kind in ESTIMATORS
+    }
+    lowest, highest = (np.log10(extreme(sum(curves.values(), []))) for extreme in (min, max))
+    gap = 0.07 * (highest - lowest)
+    heights = spread([np.log10(errors[-1]) for errors in curves.values()], gap, lowest - 2 * gap, highest)
+    looks = styles([f"map, {name}" for name in curves])
+    for (name, errors), height in zip(curves.items(), heights, strict=True):
+        look = looks[f"map, {name}"]
         axis.plot(widths, errors, color=look.color, linestyle=look.dash, marker=look.marker, markersize=3.5)
         axis.annotate(
-            kind.__name__, (widths[-1], errors[-1]), (6, 0), textcoords="offset points", va="center", color=look.color
+            name,
+            (widths[-1], errors[-1]),
+            (widths[-1] * 1.12, 10**height),
+            textcoords="data",
+            va="center",
+            color=look.color,
+            arrowprops={"arrowstyle": "-", "color": look.color, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 2},
         )
     axis.set(xscale="log", yscale="log", xlabel="features m", ylabel="relative RMS error")
     axis.set_xticks(widths, [str(width) for width in widths])

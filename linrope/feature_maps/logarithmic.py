@@ -39,7 +39,7 @@ class LogFeatureMap(FeatureMap):
         super().__init__()
         if scaled_dtype not in ("float32", "float64"):
             raise ValueError(f"scaled_dtype must be 'float32' or 'float64', got {scaled_dtype!r}")
-        self.scaled_dtype = scaled_dtype
+        self.scaled_dtype: ScaledDtype = scaled_dtype
 
     @abstractmethod
     def log_query(self, query: Float[Tensor, "*batch d"], *positions: Tensor) -> Float[Tensor, "*batch m"]:

@@ -50,7 +50,7 @@ class RandomProjection(nn.Module):
         digest = hashlib.sha256(f"{self.seed} {step} {layer}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
         draw = orthogonal_rows if self.orthogonal else gaussian_rows
-        rows = draw(*self.rows.shape, generator)
+        rows = draw(self.rows.shape[0], self.rows.shape[1], generator)
         if self.rows.device.type != "meta":
             with torch.no_grad():
                 self.rows.copy_(rows)
