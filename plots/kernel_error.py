@@ -145,9 +145,10 @@ def _errors(axis: Axes, head_dim: int) -> None:
     curves = {
         kind.__name__: [relative_error(kind, width, query, key, _SEEDS) for width in widths] for kind in ESTIMATORS
     }
-    lowest, highest = (np.log10(extreme(sum(curves.values(), []))) for extreme in (min, max))
+    logs = np.log10(list(curves.values()))
+    lowest, highest = logs.min(), logs.max()
     gap = 0.07 * (highest - lowest)
-    heights = spread([np.log10(errors[-1]) for errors in curves.values()], gap, lowest - 2 * gap, highest)
+    heights = spread(logs[:, -1], gap, lowest - gap, highest)
     looks = styles([f"map, {name}" for name in curves])
     for (name, errors), height in zip(curves.items(), heights, strict=True):
         look = looks[f"map, {name}"]
@@ -166,6 +167,7 @@ def _errors(axis: Axes, head_dim: int) -> None:
     axis.minorticks_off()
     axis.grid(True)
     axis.set_xlim(right=widths[-1] * 2.2)
+    axis.set_ylim(bottom=10 ** (lowest - 2 * gap))
     axis.set_title(
         f"Error of the estimators of softmax's kernel, orthogonal rows, q and k normal at half length, {_SEEDS} draws",
         fontsize=9,

@@ -201,7 +201,9 @@ def _output(sums: Sums, normalizer: Normalizer, has_log_scale: bool) -> Tensor:
     """Numerators, divided by what ``normalizer`` says."""
     if normalizer == "rms":
         return rms_norm(sums.numerator, 0.0 if has_log_scale else RMS_EPSILON)
-    return sums.numerator if normalizer is None or sums.normalizer is None else divide(*sums)
+    if normalizer is None or sums.normalizer is None:
+        return sums.numerator
+    return divide(sums.numerator, sums.normalizer)
 
 
 def _compute_dtype(*tensors: Tensor) -> torch.dtype:
