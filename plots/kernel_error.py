@@ -148,7 +148,7 @@ def _errors(axis: Axes, head_dim: int) -> None:
     logs = np.log10(list(curves.values()))
     lowest, highest = logs.min(), logs.max()
     gap = 0.07 * (highest - lowest)
-    heights = spread(logs[:, -1], gap, lowest - gap, highest)
+    heights = spread(logs[:, -1].tolist(), gap, lowest - gap, highest)
     looks = styles([f"map, {name}" for name in curves])
     for (name, errors), height in zip(curves.items(), heights, strict=True):
         look = looks[f"map, {name}"]
