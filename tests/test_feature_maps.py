@@ -212,8 +212,9 @@ def test_one_plus_cosine_is_the_kernel_that_rotation_leaves_positive():
 def test_a_floor_makes_the_kernel_positive(kind):
     assert not kind(8, floor=0.0).kernel_is_positive
     assert kind(8, floor=1e-3).kernel_is_positive
-    with pytest.raises(ValueError, match="floor must be at least 0, got -1"):
-        kind(8, floor=-1.0)
+    for floor in (-1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"floor must be at least 0 and finite, got {floor}"):
+            kind(8, floor=floor)
     # Opposite vectors, which have no coordinate in common.
     x = randn(100, 8)
     feature_map = kind(8, floor=1e-3).double()
@@ -364,6 +365,27 @@ class Plain(FeatureMap):
 
     def redraw(self, step, layer):
         self.redraws.append((step, layer))
+
+
+def test_a_floor_that_float32_loses_is_refused():
+    with pytest.raises(ValueError, match=r"floor must be 0 or at least 1e-4.*got 1e-08"):
+        OnePlusCosine(8, floor=1e-8)
+
+
+class Silent(FeatureMap):
+    """A user's map that forgot to say whether it is positive."""
+
+    def __init__(self, head_dim):
+        super().__init__()
+        self.head_dim = self.num_features = head_dim
+
+    def map_query(self, query):
+        return query
+
+
+def test_a_map_that_does_not_say_is_told_so():
+    with pytest.raises(TypeError, match="Silent does not say whether it is_positive"):
+        LinearAttention(8, 2, feature_map=Silent)
 
 
 def test_a_map_of_two_methods_scales_by_nothing():

@@ -168,6 +168,18 @@ def test_fitting_trains_the_map_alone():
     assert all(parameter.grad is None for parameter in teacher.parameters())
 
 
+def test_what_the_layer_divides_by_does_not_matter_to_the_fit():
+    """Long queries and keys, whose whole features would vanish."""
+    teacher, x = SoftmaxAttention(H * D, H), [30 * randn(2, 9, H * D).float() for _ in range(3)]
+    losses = []
+    for normalizer in ("features", "rms", None):
+        torch.manual_seed(5)
+        student = LinearAttention(H * D, H, feature_map=LearnedFavor, normalizer=normalizer)
+        losses.append(fit_to_softmax(student, teacher, x))
+    assert losses[0] == losses[1] == losses[2]
+    assert losses[0][0] != losses[0][1]
+
+
 def test_what_cannot_be_fitted_is_refused():
     teacher = SoftmaxAttention(H * D, H)
     with pytest.raises(ValueError, match="EluPlusOne has no parameters"):

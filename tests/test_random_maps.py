@@ -175,7 +175,19 @@ def test_every_random_map_is_redrawn_by_step_and_layer(kind):
     assert torch.equal(feature_map.projection.rows, first)
 
 
-@pytest.mark.parametrize("square", [0.0, -1.0])
+@pytest.mark.parametrize("square", [1e-12, 1e-3, 1e3, 1e8])
+def test_the_damping_is_the_papers_formula_at_any_size(square):
+    """At the ends: ρ → 1 - 4s/d for small s, ρ → d/2s for large s; A = (1 - 1/ρ)/8."""
+    damping = FavorPlusPlus(D, 2, square=square).damping
+    rho = 1 / (1 - 8 * damping)
+    assert damping <= 0
+    if square < 1:
+        assert math.isclose(rho, 1 - 4 * square / D, rel_tol=1e-6)
+    else:
+        assert math.isclose(rho, D / (2 * square), rel_tol=2 * D / square)
+
+
+@pytest.mark.parametrize("square", [0.0, -1.0, math.inf, math.nan])
 def test_a_square_that_is_none_is_refused(square):
     with pytest.raises(ValueError, match="square must be above 0"):
         FavorPlusPlus(4, square=square)

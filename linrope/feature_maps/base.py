@@ -34,6 +34,8 @@ class FeatureMap(nn.Module, ABC):
 
     @property
     def kernel_is_positive(self) -> bool:  # noqa: D102
+        if not hasattr(self, "is_positive"):  # an AttributeError here would be taken for one of this property
+            raise TypeError(f"{type(self).__name__} does not say whether it is_positive")
         return self.is_positive
 
     @abstractmethod
@@ -105,7 +107,7 @@ def relative_floor(features: Tensor, x: Tensor, floor: float, degree: int = 1) -
 
 
 def check_floor(floor: float) -> float:
-    """Return ``floor``; ValueError if it is negative."""
-    if not floor >= 0:
-        raise ValueError(f"floor must be at least 0, got {floor}")
+    """Return ``floor``; ValueError if it is negative or infinite."""
+    if not 0 <= floor < float("inf"):
+        raise ValueError(f"floor must be at least 0 and finite, got {floor}")
     return floor

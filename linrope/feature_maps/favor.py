@@ -138,10 +138,11 @@ class FavorPlusPlus(LogFeatureMap):
         super().__init__(scaled_dtype)
         self.head_dim, self.num_features = head_dim, check_num_features(num_features, head_dim)
         s = 2 / 3 * math.sqrt(head_dim) if square is None else square
-        if not s > 0:
-            raise ValueError(f"square must be above 0, got {s}")
+        if not 0 < s < math.inf:
+            raise ValueError(f"square must be above 0 and finite, got {s}")
         d = head_dim
-        rho = (math.sqrt((2 * s + d) ** 2 + 8 * d * s) - 2 * s - d) / (4 * s)
+        # The paper's ρ, expanded by the sum of its two terms, whose difference cancels where s is small.
+        rho = 2 * d / (math.hypot(2 * s + d, math.sqrt(8 * d * s)) + 2 * s + d)
         self.damping = (1 - 1 / rho) / 8
         self.projection = RandomProjection(
             self.num_features, head_dim, orthogonal=orthogonal, redraw_interval=redraw_interval, seed=seed

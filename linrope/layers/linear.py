@@ -27,7 +27,9 @@ class LinearAttention(nn.Module):
             the last of them passes through.
         rotary_placement: ``"numerator"`` rotates mapped queries and keys, in the numerator alone
             (RoFormer, eq. 19); ``"before"`` rotates queries and keys before they are mapped, as
-            performer-pytorch does.
+            performer-pytorch does. A rotated product far below ‖φ(q)‖‖φ(k)‖ is the difference of larger
+            ones and rounded with them, by 1e-7 of their size in float32: exponential maps of queries and
+            keys far longer than a layer norm's want ``"before"``.
         causal: Whether a token attends to itself and earlier tokens alone.
         bias: Whether the four projections have biases.
         chunk_size: Tokens per block of the causal form; changes speed and memory, not the result.
@@ -105,7 +107,9 @@ class LinearAttention(nn.Module):
             context_positions = positions
         elif context_positions is None:
             context_positions = torch.arange(key.shape[2], device=x.device)
-        query, key, log_scale = self.map_heads(query, key, positions, context_positions)
+        query, key, log_scale = self.map_heads(
+            query, key, positions, context_positions, scaled=self.normalizer is not None
+        )
         output = linear_attention(
             query,
             key,
@@ -146,7 +150,7 @@ class LinearAttention(nn.Module):
         query, key, value = project((self.query, self.key, self.value), self.num_heads, x, None)
         if positions is None:
             positions = next_positions(x, None if state is None else state.position)
-        query, key, log_scale = self.map_heads(query, key, positions, positions)
+        query, key, log_scale = self.map_heads(query, key, positions, positions, scaled=self.normalizer is not None)
         output, state = stream_linear_attention(
             query,
             key,
@@ -167,17 +171,18 @@ class LinearAttention(nn.Module):
         return self.rotary if self.rotary_placement == "numerator" else None
 
     def map_heads(
-        self, query: Tensor, key: Tensor, positions: Tensor, context_positions: Tensor
+        self, query: Tensor, key: Tensor, positions: Tensor, context_positions: Tensor, *, scaled: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Map queries and keys ``b h n d``; returns both and the keys' log-scales.
+        """Map queries and keys ``b h n d``; returns both and the log-scales that ``scaled`` keys lack.
 
-        A rotation before the map is done here, one in the numerator is not.
+        A rotation before the map is done here, one in the numerator is not. Scaled features are for what
+        divides a query's factor out again.
         """
         if self.rotary is not None and self.rotary_placement == "before":
             query, key = self.rotary(query, positions), self.rotary(key, context_positions)
         feature_map = self.feature_map
         of_query, of_key = ((positions,), (context_positions,)) if feature_map.uses_positions else ((), ())
-        if self.normalizer is None:  # nothing divides a scale out again
+        if not scaled:
             return feature_map.map_query(query, *of_query), feature_map.map_key(key, *of_key), None
         return feature_map.scaled_query(query, *of_query), *feature_map.scaled_key(key, *of_key)
 
