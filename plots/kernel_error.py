@@ -110,7 +110,8 @@ def draw(path_stem: str | Path, *, head_dim: int = 32) -> tuple[Path, Path]:
         halves: Any = figure.subfigures(2, 1, height_ratios=(1.75 * rows, 3.0))
         top, bottom = halves
         top.suptitle(
-            f"φ(q)·φ(k) against softmax's exp(q·k/√d), d = {head_dim}, q and k normal; line: equality up to a factor",
+            f"Kernels against softmax's, d = {head_dim}, q and k normal, maps at their defaults and untrained; "
+            "line: equality up to a factor, what lies outside is drawn on the edge",
             fontsize=9,
             color=INK,
         )
@@ -135,7 +136,8 @@ def _scatter(axis: Axes, name: str, feature_map: FeatureMap, pairs: Kernels) -> 
     axis.set_title(f"{name}, m = {feature_map.num_features}", fontsize=8, color=INK)
     if not inside.all():
         share = f"{(~inside).mean():.0%} not above 0"
-        axis.text(0.97, 0.04, share, transform=axis.transAxes, ha="right", fontsize=7, color="#D55E00")
+        paper = {"facecolor": "white", "linewidth": 0, "alpha": 0.85, "pad": 1}
+        axis.text(0.97, 0.06, share, transform=axis.transAxes, ha="right", fontsize=7, color="#D55E00", bbox=paper)
 
 
 def _errors(axis: Axes, head_dim: int) -> None:
