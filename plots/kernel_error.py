@@ -110,7 +110,7 @@ def draw(path_stem: str | Path, *, head_dim: int = 32) -> tuple[Path, Path]:
         halves: Any = figure.subfigures(2, 1, height_ratios=(1.75 * rows, 3.0))
         top, bottom = halves
         top.suptitle(
-            f"Kernels against softmax's, d = {head_dim}, q and k normal, maps at their defaults and untrained; "
+            f"Kernels against softmax's, d = {head_dim}, q and k normal, maps at their defaults and untrained\n"
             "line: equality up to a factor, what lies outside is drawn on the edge",
             fontsize=9,
             color=INK,
