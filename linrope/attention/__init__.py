@@ -13,7 +13,8 @@ from torch import Tensor
 from linrope.attention.chunked import chunked
 from linrope.attention.noncausal import noncausal
 from linrope.attention.reference import reference
-from linrope.attention.state import Inputs, State, Sums, divide, empty_state, full_precision, rms_norm
+from linrope.attention.state import Inputs, State, Sums, divide, empty_state, rms_norm
+from linrope.precision import full_precision
 
 __all__ = ["Backend", "Normalizer", "State", "linear_attention", "stream_linear_attention"]
 

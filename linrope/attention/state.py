@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -41,11 +40,6 @@ def empty_state(
         position=zeros(b, dtype=torch.long),
         log_scale=query_features.new_full((b, h), floor),
     )
-
-
-def full_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """Switch autocast off, where the device knows it at all."""
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 class Inputs(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -14,9 +13,9 @@ from linrope.feature_maps.projection import RandomProjection
 class FeatureMap(nn.Module, ABC):
     """φ, which turns the kernel of linear attention into a dot product: k(q, k) = φ_q(q)·φ_k(k).
 
-    A subclass sets the three attributes and writes ``map_query``, and ``map_key`` where it differs; that is
-    all a map needs in order to be trained, streamed and rotated. Features of half-precision inputs are float32: sums over many
-    tokens are made of them.
+    A subclass sets the first three attributes and writes ``map_query``, and ``map_key`` where it differs; that
+    is all a map needs in order to be trained, streamed and rotated. Features of half-precision inputs are
+    float32: sums over many tokens are made of them.
 
     Attributes:
         head_dim: d, the width that goes in.
@@ -91,11 +90,6 @@ def redraw_feature_maps(model: nn.Module, step: int) -> None:
     maps = (module for module in model.modules() if isinstance(module, FeatureMap))
     for layer, feature_map in enumerate(maps):
         feature_map.redraw(step, layer)
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """``x`` in float32 or wider: what features of half-precision inputs are made of."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def relative_floor(features: Tensor, x: Tensor, floor: float, degree: int = 1) -> Tensor:

@@ -9,7 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from linrope.feature_maps.base import FeatureMap, at_least_float32, check_floor, relative_floor
+from linrope.feature_maps.base import FeatureMap, check_floor, relative_floor
+from linrope.precision import at_least_float32
 
 
 class OnePlusCosine(FeatureMap):

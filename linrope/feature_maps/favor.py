@@ -12,9 +12,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linrope.feature_maps.base import FeatureMap, at_least_float32, check_floor
+from linrope.feature_maps.base import FeatureMap, check_floor
 from linrope.feature_maps.logarithmic import LogFeatureMap, ScaledDtype
 from linrope.feature_maps.projection import RandomProjection, check_num_features
+from linrope.precision import at_least_float32
 
 
 class FavorPlus(LogFeatureMap):

@@ -9,10 +9,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
-from linrope.feature_maps.base import FeatureMap, at_least_float32, check_floor, relative_floor
+from linrope.feature_maps.base import FeatureMap, check_floor, relative_floor
 from linrope.feature_maps.expansions import packed_square
 from linrope.feature_maps.logarithmic import LogFeatureMap, ScaledDtype
 from linrope.feature_maps.projection import check_num_features, orthogonal_rows, wide_product
+from linrope.precision import at_least_float32
 
 
 class T2R(FeatureMap):

@@ -8,7 +8,8 @@ from typing import Literal
 from jaxtyping import Float
 from torch import Tensor
 
-from linrope.feature_maps.base import FeatureMap, at_least_float32
+from linrope.feature_maps.base import FeatureMap
+from linrope.precision import at_least_float32
 
 # Largest exponent of a scaled feature. Two features of e^30 and sums over e^28 terms of their products fit
 # into float32, and so do products that are e^-118 of the largest, with their gradients.

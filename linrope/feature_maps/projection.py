@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from contextlib import nullcontext
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+
+from linrope.precision import at_least_float32, full_precision
 
 
 class RandomProjection(nn.Module):
@@ -61,10 +62,9 @@ class RandomProjection(nn.Module):
 
 def wide_product(x: Float[Tensor, "*batch d"], rows: Float[Tensor, "*heads m d"]) -> Float[Tensor, "*batch m"]:
     """Product of each x with each row, in float32 or wider also under autocast: as exponents they reach thousands."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    # The meta device knows no autocast.
-    with nullcontext() if x.device.type == "meta" else torch.autocast(x.device.type, enabled=False):
-        return x.to(dtype) @ rows.to(dtype).mT
+    with full_precision(x.device):
+        x = at_least_float32(x)
+        return x @ rows.to(x.dtype).mT
 
 
 def check_num_features(num_features: int | None, head_dim: int, even: bool = False) -> int:
