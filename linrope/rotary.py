@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -21,7 +22,7 @@ def inv_freq(width: int, base: float, *, device: torch.device | None = None) -> 
 
 def rotate(
     features: Float[Tensor, "*batch n m"],
-    positions: Int[Tensor, "*positions n"],
+    positions: Int[Tensor, "*positions n"] | None = None,
     *,
     base: float = 10_000.0,
     fraction: float = 1.0,
@@ -39,7 +40,7 @@ def rotate(
     Args:
         features: Vectors to rotate, of any floating dtype.
         positions: Absolute positions in tokens, ``(n,)`` or with leading axes that are those of
-            ``features`` counted from the left, so ``(b, n)`` goes with ``(b, h, n, m)``.
+            ``features`` counted from the left, so ``(b, n)`` goes with ``(b, h, n, m)``; 0, 1, … by default.
         base: Dimensionless; wavelengths run from 2π to 2π·base tokens.
         fraction: Share of the features that turn; the rest, the last ones, pass through. Frequencies
             come from the rotated width.
@@ -58,34 +59,39 @@ def rotate(
         raise ValueError(f"pairing must be 'interleaved' or 'half', got {pairing!r}")
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction must lie in (0, 1], got {fraction}")
-    width = rotated_width(features.shape[-1], fraction)
-    if width % 2:
-        raise ValueError(
-            f"rotation needs an even width, got {width} ({fraction:g} of the {features.shape[-1]} features)"
-        )
-    cos, sin = _tables(features, positions, width, base)
-    turn = _turn_adjacent if pairing == "interleaved" else _turn_halves
-    if width == features.shape[-1]:
-        return turn(features.to(cos.dtype), cos, sin).to(features.dtype)
-    turning, still = features.split((width, features.shape[-1] - width), dim=-1)
-    return torch.cat((turn(turning.to(cos.dtype), cos, sin).to(features.dtype), still), dim=-1)
+    width = even_width(features.shape[-1], fraction)
+    turns = _turns(features, positions, width, base)
+    turn = turn_pairs if pairing == "interleaved" else _turn_halves
+    return turn(features.to(turns.dtype), turns).to(features.dtype)
 
 
-def _turn_adjacent(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (2i, 2i+1)."""
-    pairs = x.unflatten(-1, (-1, 2))
+def turn_pairs(
+    x: Float[Tensor, "*batch n m"], turns: Float[Tensor, "*#batch n w"], *, back: bool = False
+) -> Float[Tensor, "*batch n m"]:
+    """Turn the pairs (2i, 2i+1) of the first w features by the angles whose cosine and sine are ``turns``, or ``back``."""
+    width = turns.shape[-1]
+    pairs, turns = x[..., :width].unflatten(-1, (-1, 2)), turns.unflatten(-1, (-1, 2))
     if torch.compiler.is_compiling():  # compilers and exporters know no complex numbers
-        first, second = pairs.unbind(-1)
-        return torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1).flatten(-2)
-    # One complex product: a fifth of the time of four real ones on a CPU.
-    turned = torch.view_as_complex(pairs.contiguous()) * torch.complex(cos, sin)
-    return torch.view_as_real(turned).flatten(-2)
+        (first, second), (cos, sin) = pairs.unbind(-1), turns.unbind(-1)
+        sin = -sin if back else sin
+        turned = torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    else:  # one complex product: a fifth of the time of four real ones on a CPU
+        factor = torch.view_as_complex(turns)
+        turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * (factor.conj() if back else factor))
+    return _with_the_rest(turned.flatten(-2), x)
 
 
-def _turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _turn_halves(x: Tensor, turns: Tensor) -> Tensor:
     """Turn the pairs (i, i + w/2)."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    first, second = x[..., : turns.shape[-1]].chunk(2, dim=-1)
+    cos, sin = turns[..., 0::2], turns[..., 1::2]
+    return _with_the_rest(torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1), x)
+
+
+def _with_the_rest(turned: Tensor, x: Tensor) -> Tensor:
+    """The turned features, and those behind them that pass through."""
+    width = turned.shape[-1]
+    return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), dim=-1)
 
 
 def rotated_width(num_features: int, fraction: float) -> int:
@@ -93,29 +99,52 @@ def rotated_width(num_features: int, fraction: float) -> int:
     return round(fraction * num_features)
 
 
-def _tables(features: Tensor, positions: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines that broadcast against the pairs of ``features``, in float32 or wider."""
+def even_width(num_features: int, fraction: float) -> int:
+    """:func:`rotated_width`; ValueError if pairs cannot be made of it."""
+    width = rotated_width(num_features, fraction)
+    if width % 2:
+        raise ValueError(f"rotation needs an even width, got {width} ({fraction:g} of the {num_features} features)")
+    return width
+
+
+def _turns(features: Tensor, positions: Tensor | None, width: int, base: float) -> Tensor:
+    """Cosine and sine of each pair in turn, to broadcast against the first ``width`` features; float32 or wider."""
+    n, dtype = features.shape[-2], torch.promote_types(features.dtype, torch.float32)
+    if positions is None:
+        # Not while tracing: what a compiler or a fake mode makes must not outlive it.
+        plain = type(features) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()
+        return (_first_turns if plain else _first_turns.__wrapped__)(n, width, base, features.device, dtype)
     leading = positions.shape[:-1]
-    fits = positions.ndim >= 1 and positions.shape[-1] == features.shape[-2] and len(leading) <= features.ndim - 2
+    fits = positions.ndim >= 1 and positions.shape[-1] == n and len(leading) <= features.ndim - 2
     if not fits or any(p not in (1, f) for p, f in zip(leading, features.shape, strict=False)):
         raise ValueError(
             f"positions must be (n,) or (b, n) for features of shape {tuple(features.shape)} "
-            f"with n = {features.shape[-2]}, got {tuple(positions.shape)}"
+            f"with n = {n}, got {tuple(positions.shape)}"
         )
     axes_between = (1,) * (features.ndim - 1 - positions.ndim) if leading else ()
-    positions = positions.reshape(*leading, *axes_between, positions.shape[-1])
+    return _make_turns(positions.reshape(*leading, *axes_between, n), width, base, features.device, dtype)
+
+
+@lru_cache(maxsize=2)
+def _first_turns(n: int, width: int, base: float, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The turns of positions 0, 1, …, n - 1: all layers of a model share them."""
+    with torch.inference_mode(False), torch.no_grad():  # a training step may come after inference
+        return _make_turns(torch.arange(n, device=device), width, base, device, dtype)
+
+
+def _make_turns(positions: Tensor, width: int, base: float, device: torch.device, dtype: torch.dtype) -> Tensor:
     # Apple's GPUs have no float64, so the angles are made on the CPU there.
-    device = torch.device("cpu") if features.device.type == "mps" else features.device
-    angle = positions.to(device, torch.float64)[..., None] * inv_freq(width, base, device=device)
-    dtype = torch.promote_types(features.dtype, torch.float32)
-    return angle.cos().to(features.device, dtype), angle.sin().to(features.device, dtype)
+    wide = torch.device("cpu") if device.type == "mps" else device
+    angle = positions.to(wide, torch.float64)[..., None] * inv_freq(width, base, device=wide)
+    return torch.stack((angle.cos(), angle.sin()), dim=-1).flatten(-2).to(device, dtype)
 
 
 class Rotary(nn.Module):
     """The settings of a rotation, as one object that all layers of a model can share.
 
-    It holds no tensors: tables are derived from the positions at every call, in float64. So it has
-    nothing to save, nothing to cast and nothing that an earlier call could leave stale.
+    It holds no tensors: tables are derived from the positions, in float64, and those of positions 0, 1, …
+    are kept for the next call, which is that of the next layer. So it has nothing to save, nothing to cast
+    and nothing that an earlier call could leave stale.
 
     Args:
         base: Dimensionless; wavelengths run from 2π to 2π·base tokens.
@@ -150,10 +179,22 @@ class Rotary(nn.Module):
         self.pairing: Pairing = pairing
 
     def forward(
-        self, features: Float[Tensor, "*batch n m"], positions: Int[Tensor, "*positions n"]
+        self, features: Float[Tensor, "*batch n m"], positions: Int[Tensor, "*positions n"] | None = None
     ) -> Float[Tensor, "*batch n m"]:
         """Rotate ``features`` to their ``positions`` (tokens); see :func:`rotate`."""
         return rotate(features, positions, base=self.base, fraction=self.fraction, pairing=self.pairing)
+
+    def turns(
+        self, features: Float[Tensor, "b h n m"], positions: Int[Tensor, "*b n"] | None = None
+    ) -> Float[Tensor, "#b 1 n w"]:
+        """Cosine and sine of the angle of each pair in turn, for those w of the m features that turn.
+
+        Raises:
+            ValueError: As :func:`rotate`.
+        """
+        width = even_width(features.shape[-1], self.fraction)
+        turns = _turns(features, positions, width, self.base)
+        return turns if turns.ndim == 4 else turns[None, None]
 
     def for_width(self, num_features: int) -> Rotary:
         """Return this rotation, or where it would turn an odd number of features, one that turns one fewer.

@@ -48,7 +48,7 @@ class Path(NamedTuple):
 def _paths() -> list[Path]:
     paths = []
     for backend in get_args(Backend):
-        for size in (None,) if backend in ("auto", "reference") else CHUNK_SIZES:
+        for size in CHUNK_SIZES if backend == "chunked" else (None,):
             name = backend if size is None else f"{backend}-{size}"
             paths.append(Path(name, True, {"backend": backend, "chunk_size": size}))
         paths.append(Path(f"{backend}-noncausal", False, {"backend": backend}))

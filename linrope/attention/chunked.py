@@ -1,19 +1,24 @@
-"""Causal linear attention in chunks: plain torch matrix products, any device, linear in length."""
+"""Causal linear attention in chunks: plain torch matrix products on any device, linear in length.
+
+Both directions are written out. Autograd would keep more, and pass over it more often.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from linrope.attention.state import Inputs, State, Sums
+from linrope.attention.inputs import Inputs
+from linrope.attention.state import State
+from linrope.rotary import turn_pairs
 
 
-def chunked(inputs: Inputs, state: State, chunk_size: int, *, divides: bool) -> tuple[Sums, State]:
+def chunked(inputs: Inputs, state: State, chunk_size: int, *, divides: bool) -> tuple[Tensor, State]:
     """Scores within a chunk of c tokens, the running state between chunks.
 
     For the tokens t of a chunk that begins with the sums (S, z) of all earlier chunks:
@@ -24,74 +29,193 @@ def chunked(inputs: Inputs, state: State, chunk_size: int, *, divides: bool) -> 
     with W_ts = exp(c_s - m_t), r_t = exp(m_begin - m_t) and m the running maximum of the keys'
     log-scales c; all ones where keys carry none. The maximum runs over the past alone.
     """
-    n = inputs.query.shape[2]
-    c = min(chunk_size, n)
-    padding = -n % c
-    tokens = inputs[:5] if padding == 0 else (pad(x, (0, 0, 0, padding)) for x in inputs[:5])
-    query, key, rotated_query, rotated_key, value = (rearrange(x, "b h (g c) m -> b h g c m", c=c) for x in tokens)
-    weights = None if inputs.log_scale is None else _weights(inputs.log_scale, state.log_scale, c)
+    turns = inputs.turns()
+    rotated = (None, None) if inputs.rotary is None or turns is not None else inputs.rotated()
+    query_turn, key_turn = turns or (None, None)
+    if key_turn is query_turn:  # compilers want no tensor twice
+        key_turn = None
+    output, kv, key_sum, log_scale = _Chunked.apply(
+        *(inputs.query, inputs.key, *rotated, inputs.value, inputs.log_scale, query_turn, key_turn),
+        *(state.kv, state.key_sum, state.log_scale, min(chunk_size, inputs.query.shape[2]), divides),
+    )  # type: ignore[misc]
+    return output, State(kv, key_sum, state.position, log_scale)
 
-    keys = (rotated_key, key) if weights is None else (rotated_key * weights.closing, key * weights.closing)
-    kv, last_kv = _prefix(state.kv, keys[0].mT @ value, weights)
-    key_sum, last_key_sum = _prefix(state.key_sum, keys[1].sum(-2), weights)
 
-    scores = _weighed(rotated_query @ rotated_key.mT, weights)
-    between = rotated_query @ kv
-    numerator = scores @ value + (between if weights is None else between * weights.carried[..., None])
-    normalizer = None
-    if divides:
-        plain = scores if inputs.rotated_query is inputs.query else _weighed(query @ key.mT, weights)
-        between = (query @ key_sum[..., None])[..., 0]
-        normalizer = plain.sum(-1) + (between if weights is None else between * weights.carried)
-        normalizer = rearrange(normalizer, "b h g c -> b h (g c)")[:, :, :n]
-    last_scale = state.log_scale if weights is None else weights.last_scale
-    return (
-        Sums(rearrange(numerator, "b h g c e -> b h (g c) e")[:, :, :n], normalizer),
-        State(last_kv, last_key_sum, state.position, last_scale),
-    )
+class _Chunked(torch.autograd.Function):
+    """The two passes.
+
+    A rotation comes as the turns of pairs, one for both where the keys' are not given, or as rotated queries and keys
+    beside the others.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        rotated_query: Tensor | None,
+        rotated_key: Tensor | None,
+        value: Tensor,
+        log_scale: Tensor | None,
+        query_turn: Tensor | None,
+        key_turn: Tensor | None,
+        kv: Tensor,
+        key_sum: Tensor,
+        scale: Tensor,
+        c: int,
+        divides: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        if query_turn is not None:
+            key_turn = query_turn if key_turn is None else key_turn
+            turned = turn_pairs(query, query_turn), turn_pairs(key, key_turn)
+        else:
+            turned = query if rotated_query is None else rotated_query, key if rotated_key is None else rotated_key
+        q, k, v, rq, rk = (_in_chunks(x, c) for x in (query, key, value, *turned))
+        weights = None if log_scale is None else _weigh(log_scale, scale, c)
+
+        states, last_kv = _before(kv, _closing(rk, weights).mT @ v, weights)
+        scores = _masked(rq @ rk.mT, weights)
+        output = _carried(rq @ states, weights)
+        output += scores @ v
+        key_sums, last_key_sum = _before(key_sum, _closing(k, weights).sum(-2), weights)
+        inverse = None
+        if divides:
+            plain = scores if turned[0] is query else _masked(q @ k.mT, weights)
+            normalizer = plain.sum(-1, keepdim=True) + _carried(q @ key_sums[..., None], weights)
+            nothing = normalizer.abs() < torch.finfo(normalizer.dtype).tiny
+            inverse = normalizer.masked_fill(nothing, 1.0).reciprocal_().masked_fill_(nothing, 0.0)
+            output *= inverse
+        ctx.save_for_backward(
+            *(query_turn, key_turn, q, k, rq, rk, v, states, key_sums, scores, inverse, output), *(weights or ())
+        )
+        ctx.n, ctx.separate = query.shape[2], rotated_query is not None
+        last_scale = scale if weights is None else weights.last_scale
+        return _in_row(output, ctx.n), last_kv, last_key_sum, last_scale.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor, grad_kv: Tensor, grad_key_sum: Tensor, _: Tensor) -> tuple[Any, ...]:
+        query_turn, key_turn, q, k, rq, rk, v, states, key_sums, scores, inverse, output, *weights = ctx.saved_tensors
+        weights = _Weights(*weights) if weights else None
+        rotates = ctx.separate or query_turn is not None
+        g = _in_chunks(grad_output, q.shape[3])
+        delta = g.new_zeros(*g.shape[:-1], 1)  # gradients of the normalizer: output = inverse · numerator
+        if inverse is not None:
+            delta = (g * output).sum(-1, keepdim=True).mul_(inverse).neg_()
+            g = g * inverse
+        grad_scores = g @ v.mT
+        grad_scores = _masked(grad_scores if rotates else grad_scores.add_(delta), weights)
+        carried_g, carried_delta = _carried(g, weights), _carried(delta, weights)
+        grad_states, grad_kv = _after(grad_kv, rq.mT @ carried_g, weights)
+        grad_key_sums, grad_key_sum = _after(grad_key_sum, (q.mT @ carried_delta)[..., 0], weights)
+
+        grad_rq = carried_g @ states.mT
+        grad_rq += grad_scores @ rk
+        grad_rk = _closing(v, weights) @ grad_states.mT
+        grad_rk += grad_scores.mT @ rq
+        grad_v = _closing(rk, weights) @ grad_states
+        grad_v += scores.mT @ g
+        grad_q = carried_delta * key_sums[..., None, :]
+        grad_k = _closing(grad_key_sums[..., None, :].expand_as(k), weights).clone()
+        if rotates and inverse is not None:
+            grad_plain = _masked(delta.expand_as(scores).clone(), weights)
+            grad_q += grad_plain @ k
+            grad_k += grad_plain.mT @ q
+
+        grads = [_in_row(x, ctx.n) for x in (grad_q, grad_k, grad_rq, grad_rk, grad_v)]
+        grad_query, grad_key, *rotated, grad_value = grads
+        grad_log_scale = None
+        if weights is not None:  # a log-scale is a factor of its key, exp(c): so dL/dc = k · dL/dk
+            grad_log_scale = _in_row((grad_k * k + grad_rk * rk).sum(-1), ctx.n)
+        if not ctx.separate:
+            if query_turn is not None:
+                rotated = [
+                    turn_pairs(x, turn, back=True) for x, turn in zip(rotated, (query_turn, key_turn), strict=True)
+                ]
+            grad_query, grad_key = grad_query.add_(rotated[0]), grad_key.add_(rotated[1])
+            rotated = [None, None]
+        return (
+            grad_query,
+            grad_key,
+            *rotated,
+            grad_value,
+            grad_log_scale,
+            None,
+            None,
+            grad_kv,
+            grad_key_sum,
+            None,
+            None,
+            None,
+        )
+
+
+def _in_chunks(x: Float[Tensor, "b h n x"], c: int) -> Float[Tensor, "b h g c x"]:
+    """Tokens dealt out to chunks; zeros fill the last one."""
+    padding = -x.shape[2] % c
+    return (pad(x, (0, 0, 0, padding)) if padding else x).unflatten(2, (-1, c))
+
+
+def _in_row(x: Tensor, n: int) -> Tensor:
+    """Tokens in one row again, without the padding."""
+    return x.flatten(2, 3)[:, :, :n]
 
 
 class _Weights(NamedTuple):
     """How the keys' log-scales weigh, each a factor of at most 1."""
 
     inside: Float[Tensor, "b h g c c"]  # W: of key s for query t of the same chunk, 0 for later keys
-    carried: Float[Tensor, "b h g c"]  # r: of the sums of all earlier chunks, for query t
+    carried: Float[Tensor, "b h g c 1"]  # r: of the sums of all earlier chunks, for query t
     closing: Float[Tensor, "b h g c 1"]  # of key s in the sums at the end of its chunk
     decay: Float[Tensor, "b h g"]  # of the sums of all earlier chunks, at the end of a chunk
     last_scale: Float[Tensor, "b h"]  # the maximum after the last chunk
 
 
-def _weights(log_scale: Float[Tensor, "b h n"], first: Float[Tensor, "b h"], c: int) -> _Weights:
+def _weigh(log_scale: Float[Tensor, "b h n"], first: Float[Tensor, "b h"], c: int) -> _Weights:
     scale = pad(log_scale, (0, -log_scale.shape[-1] % c), value=torch.finfo(log_scale.dtype).min)
-    top = torch.maximum(scale.detach().cummax(-1).values, first[..., None])
-    scale, top = (rearrange(x, "b h (g c) -> b h g c", c=c) for x in (scale, top))
+    top = torch.maximum(scale.cummax(-1).values, first[..., None])
+    scale, top = scale.unflatten(-1, (-1, c)), top.unflatten(-1, (-1, c))
     end = top[..., -1]
     begin = torch.cat((first[..., None], end[..., :-1]), dim=-1)
     future = torch.ones(c, c, dtype=torch.bool, device=top.device).triu(1)
     return _Weights(
         # Masked before exp: a later key's scale may exceed the maximum so far without bound.
         inside=(scale[..., None, :] - top[..., None]).masked_fill(future, -torch.inf).exp(),
-        carried=(begin[..., None] - top).exp(),
+        carried=(begin[..., None] - top).exp()[..., None],
         closing=(scale - end[..., None]).exp()[..., None],
         decay=(begin - end).exp(),
         last_scale=end[..., -1],
     )
 
 
-def _weighed(scores: Tensor, weights: _Weights | None) -> Tensor:
+def _masked(scores: Tensor, weights: _Weights | None) -> Tensor:
     """Scores of a chunk with its causal mask, and the keys' scales."""
-    return scores.tril() if weights is None else scores * weights.inside
+    return scores.tril_() if weights is None else scores.mul_(weights.inside)
 
 
-def _prefix(first: Tensor, parts: Tensor, weights: _Weights | None) -> tuple[Tensor, Tensor]:
-    """Sum of all earlier chunks for each of the chunks in axis 2, and the sum of all.
+def _carried(x: Tensor, weights: _Weights | None) -> Tensor:
+    return x if weights is None else x * weights.carried
 
-    A loop of additions: cumsum along an axis that is not the last is several times slower.
-    """
-    sums, running = [], first
+
+def _closing(x: Tensor, weights: _Weights | None) -> Tensor:
+    return x if weights is None else x * weights.closing
+
+
+def _before(first: Tensor, parts: Tensor, weights: _Weights | None) -> tuple[Tensor, Tensor]:
+    """For each chunk in axis 2 the sum of what came before it, and the sum of all; overwrites ``parts``."""
+    running = first
     for g, part in enumerate(parts.unbind(2)):
-        sums.append(running)
-        if weights is not None:
-            running = running * weights.decay[:, :, g].reshape(*first.shape[:2], *(1,) * (first.ndim - 2))
-        running = running + part
-    return torch.stack(sums, dim=2), running
+        running = part.add_(running if weights is None else running * _decay(weights, g, first))
+    return torch.cat((first[:, :, None], parts[:, :, :-1]), dim=2), running.clone()
+
+
+def _after(last: Tensor, parts: Tensor, weights: _Weights | None) -> tuple[Tensor, Tensor]:
+    """For each chunk in axis 2 the sum of what comes after it, and the sum of all; overwrites ``parts``."""
+    running = last
+    for g, part in reversed(list(enumerate(parts.unbind(2)))):
+        running = part.add_(running if weights is None else running * _decay(weights, g, last))
+    return torch.cat((parts[:, :, 1:], last[:, :, None]), dim=2), running.clone()
+
+
+def _decay(weights: _Weights, g: int, like: Tensor) -> Tensor:
+    return weights.decay[:, :, g].reshape(*like.shape[:2], *(1,) * (like.ndim - 2))

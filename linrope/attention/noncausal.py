@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from linrope.attention.state import Inputs, Sums
+from torch import Tensor
+
+from linrope.attention.inputs import Inputs
+from linrope.attention.state import divide
 
 
-def noncausal(inputs: Inputs, *, divides: bool) -> Sums:
-    """numerator_t = (R_t φ(q_t)) Σ_s (R_s φ(k_s)) v_sᵀ and normalizer_t = φ(q_t)·Σ_s φ(k_s)."""
-    key, rotated_key = inputs.key, inputs.rotated_key
+def noncausal(inputs: Inputs, *, divides: bool) -> Tensor:
+    """(R_t φ(q_t)) Σ_s (R_s φ(k_s)) v_sᵀ, divided by φ(q_t)·Σ_s φ(k_s)."""
+    key, (rotated_query, rotated_key) = inputs.key, inputs.rotated()
     if inputs.log_scale is not None:
         top = inputs.log_scale.detach().amax(-1, keepdim=True)
         weight = (inputs.log_scale - top).exp()[..., None]
         key, rotated_key = key * weight, rotated_key * weight
-    numerator = inputs.rotated_query @ (rotated_key.mT @ inputs.value)
-    normalizer = (inputs.query @ key.sum(-2)[..., None])[..., 0] if divides else None
-    return Sums(numerator, normalizer)
+    numerator = rotated_query @ (rotated_key.mT @ inputs.value)
+    return divide(numerator, (inputs.query @ key.sum(-2)[..., None])[..., 0]) if divides else numerator

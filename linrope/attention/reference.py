@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from linrope.attention.state import Inputs, State, Sums
+from linrope.attention.inputs import Inputs
+from linrope.attention.state import State, divide
 
 
-def reference(inputs: Inputs, state: State, *, causal: bool) -> tuple[Sums, State]:
+def reference(inputs: Inputs, state: State, *, causal: bool, divides: bool) -> tuple[Tensor, State]:
     """Linear attention as the paper writes it, and the sums it leaves.
 
         N[t,s] = (R_t φ(q_t))·(R_s φ(k_s)),  D[t,s] = φ(q_t)·φ(k_s),  out = (N∘W) V / (D∘W)·1
@@ -18,7 +20,7 @@ def reference(inputs: Inputs, state: State, *, causal: bool) -> tuple[Sums, Stat
     Source: Su et al. 2021 (arXiv 2104.09864), eq. 19.
     """
     dtype = inputs.query.dtype
-    q, k, rq, rk, v = (x.double() for x in inputs[:5])
+    q, k, rq, rk, v = (x.double() for x in (inputs.query, inputs.key, *inputs.rotated(), inputs.value))
     kv, key_sum, scale = state.kv.double(), state.key_sum.double(), state.log_scale.double()[..., None]
     c = q.new_zeros(k.shape[:3]) if inputs.log_scale is None else inputs.log_scale.double()
     hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1) & causal
@@ -38,4 +40,4 @@ def reference(inputs: Inputs, state: State, *, causal: bool) -> tuple[Sums, Stat
         position=state.position,
         log_scale=top[..., -1].to(dtype),
     )
-    return Sums(numerator, normalizer), new_state
+    return divide(numerator, normalizer) if divides else numerator, new_state

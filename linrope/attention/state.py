@@ -42,24 +42,6 @@ def empty_state(
     )
 
 
-class Inputs(NamedTuple):
-    """What every backend receives: checked, masked, rotated, and in one dtype of float32 or wider."""
-
-    query: Float[Tensor, "b h n m"]
-    key: Float[Tensor, "b h s m"]
-    rotated_query: Float[Tensor, "b h n m"]
-    rotated_key: Float[Tensor, "b h s m"]
-    value: Float[Tensor, "b h s e"]
-    log_scale: Float[Tensor, "b h s"] | None
-
-
-class Sums(NamedTuple):
-    """What every backend returns: the two sums of each query, not yet divided."""
-
-    numerator: Float[Tensor, "b h n e"]
-    normalizer: Float[Tensor, "b h n"] | None  # None where nothing will be divided by it
-
-
 def divide(numerator: Float[Tensor, "b h n e"], normalizer: Float[Tensor, "b h n"]) -> Float[Tensor, "b h n e"]:
     """numerator / normalizer, and 0 where there is nothing to attend to (the normalizer is 0)."""
     # Below the smallest normal number a reciprocal overflows, and its gradient with it.

@@ -101,12 +101,8 @@ class LinearAttention(nn.Module):
             ValueError: Shapes that do not fit; another length of ``context`` where the layer is causal.
         """
         query, key, value = project((self.query, self.key, self.value), self.num_heads, x, context)
-        if positions is None:
-            positions = torch.arange(query.shape[2], device=x.device)
         if context is None:
             context_positions = positions
-        elif context_positions is None:
-            context_positions = torch.arange(key.shape[2], device=x.device)
         query, key, log_scale = self.map_heads(
             query, key, positions, context_positions, scaled=self.normalizer is not None
         )
@@ -171,7 +167,13 @@ class LinearAttention(nn.Module):
         return self.rotary if self.rotary_placement == "numerator" else None
 
     def map_heads(
-        self, query: Tensor, key: Tensor, positions: Tensor, context_positions: Tensor, *, scaled: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        positions: Tensor | None = None,
+        context_positions: Tensor | None = None,
+        *,
+        scaled: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Map queries and keys ``b h n d``; returns both and the log-scales that ``scaled`` keys lack.
 
@@ -181,7 +183,10 @@ class LinearAttention(nn.Module):
         if self.rotary is not None and self.rotary_placement == "before":
             query, key = self.rotary(query, positions), self.rotary(key, context_positions)
         feature_map = self.feature_map
-        of_query, of_key = ((positions,), (context_positions,)) if feature_map.uses_positions else ((), ())
+        of_query, of_key = (
+            (torch.arange(x.shape[2], device=x.device) if at is None else at,) if feature_map.uses_positions else ()
+            for x, at in ((query, positions), (key, context_positions))
+        )
         if not scaled:
             return feature_map.map_query(query, *of_query), feature_map.map_key(key, *of_key), None
         return feature_map.scaled_query(query, *of_query), *feature_map.scaled_key(key, *of_key)

@@ -81,12 +81,8 @@ class SoftmaxAttention(nn.Module):
                 f"causal attention needs as many keys as queries, got {s} keys and {n} queries; "
                 "make the layer with causal=False"
             )
-        if positions is None:
-            positions = torch.arange(n, device=x.device)
         if context is None:
             context_positions = positions
-        elif context_positions is None:
-            context_positions = torch.arange(s, device=x.device)
         if self.rotary is not None:
             query, key = self.rotary(query, positions), self.rotary(key, context_positions)
         if key_mask is None:

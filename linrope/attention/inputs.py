@@ -1,0 +1,134 @@
+"""What every backend receives, and what is refused before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from linrope.rotary import Rotary
+
+Normalizer = Literal["features", "rms"] | None
+Rotation = Callable[[Tensor, Tensor], Tensor]
+
+
+class Inputs(NamedTuple):
+    """Checked, masked, and in one dtype of float32 or wider; not rotated yet.
+
+    Attributes:
+        query: φ(q).
+        key: φ(k), 0 where masked.
+        value: Values, 0 where masked.
+        log_scale: Logarithm of a factor that each key still lacks, the least finite number where masked; None: none.
+        rotary: What turns features in the numerator; None: nothing.
+        query_positions: ``(n,)`` or ``(b, n)``; None: 0, 1, ….
+        key_positions: ``(s,)`` or ``(b, s)``; None: 0, 1, ….
+    """
+
+    query: Float[Tensor, "b h n m"]
+    key: Float[Tensor, "b h s m"]
+    value: Float[Tensor, "b h s e"]
+    log_scale: Float[Tensor, "b h s"] | None
+    rotary: Rotation | None
+    query_positions: Tensor | None
+    key_positions: Tensor | None
+
+    def rotated(self) -> tuple[Float[Tensor, "b h n m"], Float[Tensor, "b h s m"]]:
+        """Queries and keys, turned to their positions."""
+        if self.rotary is None:
+            return self.query, self.key
+        turned = []
+        for features, positions in ((self.query, self.query_positions), (self.key, self.key_positions)):
+            if positions is None:
+                positions = torch.arange(features.shape[2], device=features.device)
+            turned.append(self.rotary(features, positions))
+        return turned[0], turned[1]
+
+    def turns(self) -> tuple[Float[Tensor, "#b 1 n w"], Float[Tensor, "#b 1 s w"]] | None:
+        """Cosine and sine of each pair in turn, for queries and for keys; None where the rotation is no :class:`Rotary`
+        of interleaved pairs.
+        """
+        if not isinstance(self.rotary, Rotary) or self.rotary.pairing != "interleaved":
+            return None
+        query_turn = self.rotary.turns(self.query, self.query_positions)
+        if self.key_positions is self.query_positions and self.key.shape[2] == self.query.shape[2]:
+            return query_turn, query_turn
+        return query_turn, self.rotary.turns(self.key, self.key_positions)
+
+
+def compute_dtype(*tensors: Tensor) -> torch.dtype:
+    """Widest dtype of the tensors, at least float32: a bfloat16 sum of ones stops at 256."""
+    return reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
+
+
+def prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rotary: Rotation | None,
+    key_mask: Tensor | None,
+    query_positions: Tensor | None,
+    key_positions: Tensor | None,
+    log_scale: Tensor | None,
+) -> Inputs:
+    """Widen and mask."""
+    dtype = compute_dtype(query, key, value)
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    log_scale = None if log_scale is None else log_scale.to(dtype)
+    if key_mask is not None:
+        # After the map, for φ(0) is not 0; values too, for 0 · NaN is not 0.
+        absent = ~key_mask[:, None, :, None]
+        key, value = key.masked_fill(absent, 0.0), value.masked_fill(absent, 0.0)
+        if log_scale is not None:
+            log_scale = log_scale.masked_fill(absent[..., 0], torch.finfo(dtype).min)
+    return Inputs(query, key, value, log_scale, rotary, query_positions, key_positions)
+
+
+def check_positions(name: str, positions: Tensor | None, features: Tensor) -> None:
+    """Refuse positions that are not one for each token."""
+    b, _, n, _ = features.shape
+    if positions is not None and positions.shape not in ((n,), (b, n), (1, n)):
+        raise ValueError(f"{name} must be (n,) = {(n,)} or (b, n) = {(b, n)}, got {tuple(positions.shape)}")
+
+
+def check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    chunk_size: int | None,
+    log_scale: Tensor | None,
+    normalizer: Normalizer,
+) -> None:
+    """Refuse what does not fit, saying what was expected and what came."""
+    shapes = f"got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+    if not query.ndim == key.ndim == value.ndim == 4:
+        raise ValueError(
+            f"query_features, key_features and value must be (b, h, n, m), (b, h, s, m), (b, h, s, e); {shapes}"
+        )
+    if not query.shape[:2] == key.shape[:2] == value.shape[:2]:
+        raise ValueError(f"query_features, key_features and value must agree in batch and heads; {shapes}")
+    if query.shape[3] != key.shape[3]:
+        raise ValueError(f"query_features and key_features must have the same number of features; {shapes}")
+    if key.shape[2] != value.shape[2]:
+        raise ValueError(f"key_features and value must have the same length; {shapes}")
+    if not all(x.is_floating_point() for x in (query, key, value)):
+        raise ValueError(f"features and values must be floating, got {query.dtype}, {key.dtype} and {value.dtype}")
+    expected = (key.shape[0], key.shape[2])
+    if key_mask is not None and (key_mask.shape != expected or key_mask.dtype != torch.bool):
+        raise ValueError(
+            f"key_mask must be bool of shape (b, s) = {expected}, True where a key takes part; "
+            f"got {key_mask.dtype} of shape {tuple(key_mask.shape)}"
+        )
+    if log_scale is not None and log_scale.shape != key.shape[:3]:
+        raise ValueError(f"key_log_scale must be (b, h, s) = {tuple(key.shape[:3])}, got {tuple(log_scale.shape)}")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    if normalizer not in ("features", "rms", None):
+        raise ValueError(f"normalizer must be 'features', 'rms' or None, got {normalizer!r}")
+    if normalizer is None and log_scale is not None:
+        raise ValueError("normalizer=None divides nothing out, so it needs whole features, without key_log_scale")
