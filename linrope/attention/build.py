@@ -6,15 +6,18 @@ import ctypes
 import functools
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import torch
 
 SOURCE = Path(__file__).with_name("native.c")
-_FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-march=native", "-fno-math-errno", "-Wno-unknown-pragmas")
+_FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fno-math-errno", "-Wno-unknown-pragmas")
+_TUNING = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler knows
 _REAL = {torch.float32: "float", torch.float64: "double"}
 
 
@@ -31,7 +34,7 @@ def cache_folder() -> Path:
 def _compiler() -> list[str]:
     """The user's C compiler as a command: $CC, else cc, gcc or clang."""
     chosen = os.environ.get("CC")
-    candidates = [chosen.split()] if chosen else [["cc"], ["gcc"], ["clang"]]
+    candidates = [shlex.split(chosen)] if chosen else [["cc"], ["gcc"], ["clang"]]
     for command in candidates:
         if shutil.which(command[0]):
             return command
@@ -58,17 +61,29 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
     """
     if dtype not in _REAL:
         raise BuildError(f"the kernel computes in float32 or float64, not in {dtype}")
-    command = [*_compiler(), *_FLAGS, f"-DREAL={_REAL[dtype]}"]
-    # What the compiler defines says which compiler it is, and which instructions this CPU has.
-    macros = _run([*command, "-dM", "-E", "-x", "c", os.devnull])
+    command, macros = _command(_REAL[dtype])
     key = hashlib.sha256("\0".join([*command, macros, SOURCE.read_text()]).encode()).hexdigest()[:20]
     built = cache_folder() / f"native-{_REAL[dtype]}-{key}.so"
-    if not built.exists():
+    try:
+        loaded = ctypes.CDLL(str(built))
+    except OSError:  # not built yet, or damaged since
         _build(command, built)
-    loaded = ctypes.CDLL(str(built))
+        loaded = ctypes.CDLL(str(built))
     for function in (loaded.forward, loaded.backward):
         function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int
     return loaded
+
+
+def _command(real: str) -> tuple[list[str], str]:
+    """How to compile, and what the compiler defines then: which compiler it is, and which instructions the CPU has."""
+    command, tuning = [*_compiler(), *_FLAGS, f"-DREAL={real}"], list(_TUNING)
+    while True:
+        tuned = [*command, *tuning.pop(0)]
+        try:
+            return tuned, _run([*tuned, "-dM", "-E", "-x", "c", os.devnull])
+        except BuildError:
+            if not tuning:
+                raise
 
 
 def _build(command: list[str], built: Path) -> None:
@@ -84,5 +99,11 @@ def _build(command: list[str], built: Path) -> None:
         except BuildError:  # a compiler without OpenMP: one thread
             _run([*command, "-c", str(SOURCE), "-o", str(compiled)])
         # Linked without OpenMP's library: torch's own is in the process, and two thread pools fight for the cores.
-        _run([*command, "-shared", str(compiled), "-o", str(linked), "-lm"])
+        undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
+        link = [*command, "-shared", str(compiled), "-o", str(linked), "-lm"]
+        _run([*link, *undefined])
+        try:
+            ctypes.CDLL(str(linked))
+        except OSError:  # a torch without OpenMP
+            _run([*link, "-fopenmp"])
         os.replace(linked, built)  # in one step: another process may be building the same

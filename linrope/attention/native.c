@@ -28,6 +28,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#endif
 
 #if defined(__AVX512F__)
 #define VECTOR_BYTES 64
@@ -106,6 +109,10 @@ static int64_t deal(const problem *p, REAL *memory, workspace *w) {
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++, used = rounded(used, 16)) {
         *parts[i].buffer = memory ? memory + used : NULL;
         used += parts[i].size;
+#ifdef __SANITIZE_ADDRESS__ /* a gap that nobody may touch after each */
+        if (memory) ASAN_POISON_MEMORY_REGION(memory + used, 64);
+        used += 64 / sizeof(REAL);
+#endif
     }
     return used;
 }

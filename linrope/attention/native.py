@@ -49,6 +49,11 @@ def _last_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _empty_rows_like(x: Tensor) -> Tensor:
+    """Memory laid out as that of ``x``, but with the last axis contiguous."""
+    return torch.empty_like(x, memory_format=torch.preserve_format if x.stride(-1) == 1 else torch.contiguous_format)
+
+
 # ---- the operators that torch sees ----
 
 
@@ -114,7 +119,7 @@ def _attend_shapes(query, key, value, query_turn, key_turn, log_scale, kv, key_s
     per_token = (b, h, n)
     state_size = m * _padded(value.shape[-1], value.dtype) + _padded(m, value.dtype)
     return (
-        torch.empty_like(value),
+        _empty_rows_like(value),
         torch.empty_like(kv, memory_format=torch.contiguous_format),
         torch.empty_like(key_sum, memory_format=torch.contiguous_format),
         query.new_empty(per_token if log_scale is not None else (0,)),
@@ -174,7 +179,7 @@ def attend_backward(
 def _backward_shapes(query, key, value, *_):
     b, h, _, m = query.shape
     kv, key_sum = query.new_empty(b, h, m, value.shape[-1]), query.new_empty(b, h, m)
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), kv, key_sum
+    return _empty_rows_like(query), _empty_rows_like(key), _empty_rows_like(value), kv, key_sum
 
 
 def _save(ctx, inputs, output):

@@ -1,0 +1,257 @@
+"""The C kernel: that it is built where it can be, gives way where it cannot, and touches no memory that is not its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from linrope import Rotary, State, linear_attention, stream_linear_attention
+from linrope.attention.backends import choose
+from linrope.attention.build import SOURCE, cache_folder
+from linrope.attention.native import CHUNK, attend
+from tests.cases import randn
+
+TRY = """
+import torch
+from linrope import Rotary, linear_attention
+torch.manual_seed(0)
+query, key, value = torch.rand(1, 2, 40, 6), torch.rand(1, 2, 40, 6), torch.randn(1, 2, 40, 5)
+outputs = [linear_attention(query, key, value, rotary=Rotary(), backend=name) for name in ({names})]
+torch.testing.assert_close(outputs[0], outputs[1])
+from linrope.attention.backends import choose
+print("chosen", choose("auto", torch.float32, "cpu"))
+"""
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process of its own, from the root of the project."""
+    root = str(Path(__file__).parents[1])
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": root, **environment},
+    )
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_without_a_working_compiler_torch_takes_over_and_says_so_once(tmp_path, compiler):
+    done = python(TRY.format(names="'auto', 'reference', 'auto'"), CC=compiler, LINROPE_CACHE=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "chosen chunked" in done.stdout
+    said = [line for line in done.stderr.splitlines() if "linrope computes with plain torch" in line]
+    assert len(said) == 1
+    assert compiler in said[0]
+
+
+def test_asked_for_by_name_a_kernel_that_cannot_be_had_is_an_error(tmp_path):
+    done = python(TRY.format(names="'native', 'auto'"), CC="no-such-compiler", LINROPE_CACHE=str(tmp_path))
+    assert done.returncode == 1
+    assert (
+        "RuntimeError: the native backend cannot be had: no C compiler found (looked for no-such-compiler"
+        in done.stderr
+    )
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    occupied = tmp_path / "file"
+    occupied.write_text("")
+    done = python(TRY.format(names="'native', 'auto'"), LINROPE_CACHE=str(occupied / "below"))
+    assert f"cannot write to {occupied / 'below'}" in done.stderr
+    assert "set LINROPE_CACHE" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["native", "chunked", "reference"])
+def test_the_environment_forces_a_backend(name, monkeypatch):
+    monkeypatch.setenv("LINROPE_BACKEND", name)
+    assert choose("auto", torch.float32, "cpu") == name
+    assert choose("chunked", torch.float32, "cpu") == "chunked"
+
+
+def test_an_unknown_backend_is_refused(monkeypatch):
+    query, key, value = (randn(1, 1, 4, 2) for _ in range(3))
+    with pytest.raises(ValueError, match=r"backend must be .*'native'.*, got 'fast'"):
+        linear_attention(query, key, value, backend="fast")
+    monkeypatch.setenv("LINROPE_BACKEND", "quick")
+    with pytest.raises(ValueError, match=r"LINROPE_BACKEND must be .*native.*, got 'quick'"):
+        linear_attention(query, key, value)
+
+
+def test_the_kernel_is_for_the_cpu_and_wide_floats():
+    with pytest.raises(RuntimeError, match="it is for the CPU, the tensors are on meta"):
+        choose("native", torch.float32, "meta")
+    assert choose("auto", torch.float32, "meta") == "chunked"
+
+
+def test_a_kernel_is_built_once_by_many_processes_and_then_kept(tmp_path):
+    code = TRY.format(names="'native', 'reference'")
+    root = str(Path(__file__).parents[1])
+    environment = {**os.environ, "LINROPE_CACHE": str(tmp_path), "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    several = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    for process in several:
+        _, stderr = process.communicate()
+        assert process.returncode == 0, stderr
+    (built,) = tmp_path.iterdir()  # nothing is left of what was written aside
+    assert built.name.startswith("native-float-")
+    before = built.stat().st_mtime_ns
+    assert python(code, LINROPE_CACHE=str(tmp_path)).returncode == 0
+    assert built.stat().st_mtime_ns == before
+    built.write_text("no library")  # damaged: built anew
+    assert python(code, LINROPE_CACHE=str(tmp_path)).returncode == 0
+    assert built.stat().st_size > 1000
+
+
+def test_the_cache_is_the_users_own(monkeypatch, tmp_path):
+    monkeypatch.delenv("LINROPE_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "linrope"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == Path.home() / ".cache" / "linrope"
+
+
+def test_the_source_is_in_the_package_and_agrees_on_the_chunk():
+    assert f"CHUNK = {CHUNK}," in SOURCE.read_text()
+
+
+def arguments(scaled: bool, turned: bool, divides: bool = True):
+    """Of the operator, at a length that is no multiple of anything."""
+    b, h, n, m, e = 2, 3, 37, 6, 5
+    query, key = (randn(b, h, n, m, dtype=torch.float32).abs().requires_grad_() for _ in "qk")
+    value = randn(b, h, n, e, dtype=torch.float32, grad=True)
+    turns = Rotary().turns(query, None).expand(b, -1, -1, -1) if turned else None
+    log_scale = randn(b, h, n, dtype=torch.float32, grad=True) if scaled else None
+    kv, key_sum = torch.zeros(b, h, m, e, requires_grad=True), torch.zeros(b, h, m, requires_grad=True)
+    scale = torch.full((b, h), -5.0 if scaled else 0.0)
+    return query, key, value, turns, turns, log_scale, kv, key_sum, scale, divides, True
+
+
+@pytest.mark.parametrize(
+    ("scaled", "turned", "divides"), [(False, True, True), (True, False, True), (False, True, False)]
+)
+def test_the_operator_keeps_torchs_rules(scaled, turned, divides):
+    torch.library.opcheck(attend, arguments(scaled, turned, divides))
+
+
+def test_twice_differentiated_is_refused():
+    query, key, value = (randn(1, 1, 8, 4).abs().requires_grad_() for _ in range(3))
+    for backend in ("native", "chunked"):
+        output = linear_attention(query, key, value, backend=backend)
+        (grad,) = torch.autograd.grad(output.sum(), query, create_graph=True)
+        with pytest.raises(RuntimeError):
+            grad.sum().backward()
+
+
+FUZZ = st.fixed_dictionaries(
+    {
+        "b": st.integers(1, 3),
+        "h": st.integers(1, 3),
+        "n": st.integers(1, 100),
+        "m": st.integers(1, 70),
+        "e": st.integers(1, 70),
+        "layout": st.sampled_from(["whole", "heads last", "every other", "expanded", "backwards"]),
+        "rotation": st.sampled_from([None, "all", "part", "half"]),
+        "masked": st.booleans(),
+        "scaled": st.booleans(),
+        "begins": st.booleans(),
+        "normalizer": st.sampled_from(["features", "rms"]),
+        "moved": st.booleans(),
+        "seed": st.integers(0, 10_000),
+    }
+)
+
+
+def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same kind of numbers, in memory as callers may have them."""
+    b, h, n, m = x.shape
+    if layout == "heads last":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "every other":
+        return torch.stack((x, x + 1), dim=-1).flatten(-2)[..., ::2]
+    if layout == "expanded":
+        return x[:1, :1].expand(b, h, n, m)
+    return x.mT.contiguous().mT if layout == "backwards" else x
+
+
+def compare(case: dict, backend: str) -> None:
+    """Outputs, gradients and state of a backend are those of the reference."""
+    torch.manual_seed(case["seed"])
+    b, h, n, m, e = (case[letter] for letter in "bhnme")
+    query, key = (laid_out(torch.rand(b, h, n, m, dtype=torch.float64) + 0.1, case["layout"]) for _ in "qk")
+    value = laid_out(randn(b, h, n, e), case["layout"])
+    log_scale = 5 * randn(b, h, n) if case["scaled"] else None
+    inputs = [x.detach().requires_grad_() for x in (query, key, value, log_scale) if x is not None]
+    state = None
+    if case["begins"]:
+        kv, key_sum = randn(b, h, m, e, grad=True), torch.rand(b, h, m, dtype=torch.float64, requires_grad=True)
+        scale = randn(b, h) if case["scaled"] else torch.zeros(b, h, dtype=torch.float64)
+        state = State(kv, key_sum, torch.randint(1000, (b,)), scale)
+        inputs += [kv, key_sum]
+    rotary = None
+    if case["rotation"] and m > 1:
+        fraction = 1.0 if case["rotation"] != "part" else 0.5
+        rotary = Rotary(fraction=fraction, pairing="half" if case["rotation"] == "half" else "interleaved")
+        rotary = rotary.for_width(m) if round(fraction * m) > 1 else None
+    mask = torch.rand(b, n) > 0.3 if case["masked"] else None
+    positions = torch.randint(100, (b, n)) if case["moved"] else None
+
+    def run(backend):
+        query, key, value = inputs[:3]
+        scale = inputs[3] if case["scaled"] else None
+        options = {"rotary": rotary, "key_mask": mask, "key_log_scale": scale, "normalizer": case["normalizer"]}
+        output, new = stream_linear_attention(
+            query, key, value, state, query_positions=positions, backend=backend, **options
+        )
+        loss = (output * weights).sum() + (new.kv * kv_weights).sum() + new.key_sum.sum()
+        return output, *new, *torch.autograd.grad(loss, inputs)
+
+    weights, kv_weights = randn(b, h, n, e), randn(b, h, m, e)
+    for found, expected in zip(run(backend), run("reference"), strict=True):
+        # An exact 0 comes out as rounding of terms of size 1.
+        size = max(1.0, expected.abs().max().item())
+        torch.testing.assert_close(found.to(expected.dtype), expected, rtol=1e-8, atol=1e-9 * size)
+
+
+@given(case=FUZZ)
+@settings(max_examples=150)
+@pytest.mark.parametrize("backend", ["native", "chunked"])
+def test_any_shape_stride_and_mask_gives_what_the_reference_gives(backend, case):
+    compare(case, backend)
+
+
+SANITIZED = """
+import random, sys
+sys.path.insert(0, {root!r})
+from tests.test_native import compare
+draw = random.Random(0)
+for seed in range(40):
+    case = dict(b=draw.randint(1, 2), h=draw.randint(1, 3), n=draw.randint(1, 80), m=draw.randint(1, 40), e=draw.randint(1, 40))
+    case |= dict(layout=draw.choice(["whole", "heads last", "every other"]), rotation=draw.choice([None, "all", "part"]))
+    case |= {{k: draw.random() < 0.5 for k in ("masked", "scaled", "begins", "moved")}}
+    compare(case | dict(normalizer="features", seed=seed), "native")
+print("clean")
+"""
+
+
+@pytest.mark.slow
+def test_the_kernel_stays_within_its_memory(tmp_path):
+    """Under AddressSanitizer and UndefinedBehaviorSanitizer, over shapes, strides and masks."""
+    library = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    if not os.path.isabs(library):
+        pytest.skip("gcc has no AddressSanitizer here")
+    done = python(
+        SANITIZED.format(root=str(Path(__file__).parents[1])),
+        CC="gcc -g -fsanitize=address,undefined -fno-sanitize-recover=all",
+        LD_PRELOAD=library,
+        ASAN_OPTIONS="detect_leaks=0",
+        LINROPE_CACHE=str(tmp_path),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == "clean"

@@ -1,0 +1,182 @@
+"""The bench of speed: that its figures are what they are called."""
+
+import csv
+import json
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from linrope import ByteTransformer
+from plots import speed as picture
+from tasks.speed import __main__ as speed
+from tasks.speed import attention, growth, streaming, training
+from tasks.speed.memory import peak_of
+from tasks.speed.rows import Row, interleaved, limit_operations, matmul_rate
+
+CPU = torch.device("cpu")
+
+
+def test_the_limit_counts_the_products_of_one_chunk():
+    """One head, one chunk of 64 tokens: scores and their product with the values by halves, the state twice."""
+    m, e = 16, 8
+    forward = 2 * (64 * 64 * m / 2 + 64 * 64 * e / 2 + 2 * 64 * m * e)
+    assert limit_operations(1, 1, 64, m, e) == 3 * forward
+    assert limit_operations(2, 3, 128, m, e) == 2 * 3 * 2 * 3 * forward
+
+
+def test_rounds_are_interleaved_and_their_medians_taken():
+    calls = []
+
+    def contender(name, seconds):
+        def run():
+            calls.append(name)
+            return seconds.pop(0), 1.0
+
+        return run
+
+    times = interleaved({"a": contender("a", [9.0, 1.0, 5.0, 3.0]), "b": contender("b", [2.0] * 4)}, rounds=3)
+    assert times == {"a": (3.0, 1.0), "b": (2.0, 1.0)}  # the first of all warms up
+    assert [set(pair) for pair in np.reshape(calls, (4, 2)).tolist()] == [{"a", "b"}] * 4
+
+
+def test_who_is_slow_runs_once():
+    calls = []
+
+    def slow():
+        calls.append(1)
+        return 40.0, 2.0
+
+    assert interleaved({"slow": slow}, rounds=5, patience=30.0) == {"slow": (40.0, 2.0)}
+    assert len(calls) == 1
+
+
+def test_the_rate_is_that_of_a_product():
+    run = matmul_rate(CPU, size=64)
+    begin = time.perf_counter()
+    seconds, backward = run()
+    assert 0 < seconds < time.perf_counter() - begin
+    assert backward == 0
+
+
+def fill(megabytes: int):
+    """Hold that much for a moment."""
+    return lambda: torch.ones(megabytes * 2**18).sum()
+
+
+def test_peak_memory_is_that_of_the_step_alone():
+    small, large = peak_of(fill, 16), peak_of(fill, 80)
+    if small is None:
+        pytest.skip("this system keeps no count of peak memory")
+    assert abs(large - small - 64 * 2**20) < 4 * 2**20
+
+
+def test_absent_peers_are_named_with_the_reason(monkeypatch):
+    def no_such(name):
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(attention.importlib, "import_module", no_such)
+    found, absent = attention.peers(CPU)
+    assert list(found) == ["SDPA (softmax)"]
+    assert set(absent) == {"performer-pytorch", "fast-transformers", "flash-linear-attention"}
+    assert absent["fast-transformers"] == "absent: No module named 'fast_transformers.causal_product'"
+
+
+def test_peers_compute_what_they_are_called():
+    """performer-pytorch's fallback is linear attention without rotation; it adds an epsilon."""
+    query, key, value = (torch.rand(1, 2, 128, 8) + 0.1 for _ in range(3))
+    found, _ = attention.peers(CPU)
+    scores = (query @ key.mT).tril()
+    expected = scores @ value / scores.sum(-1, keepdim=True)
+    torch.testing.assert_close(found["performer-pytorch"](query, key, value), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_case_has_a_row_for_everybody(monkeypatch):
+    monkeypatch.setitem(attention._LONGEST, "reference", 32)
+    ours = {name: attention._ours(name) for name in ("native", "chunked", "reference")}
+    rows = {row.contender: row for row in attention._case((1, 2, 48, 8, 8), ours, CPU, 2)}
+    assert list(rows) == ["limit", "native", "chunked", "reference"]
+    assert rows["reference"].note == "left out: longer than 32"
+    for name in ("native", "chunked"):
+        assert rows[name].limit_share == pytest.approx(rows["limit"].seconds / rows[name].seconds)
+        assert rows[name].ratio == pytest.approx(rows[name].seconds / rows["native"].seconds)
+        assert 0 < rows[name].forward < rows[name].seconds
+
+
+def test_networks_of_the_training_section_are_of_one_size():
+    ours, theirs = (training._network(name, 64, 16) for name in (training.OURS, training.PERFORMER))
+    assert isinstance(ours, ByteTransformer)
+    assert len(ours.blocks) == len(theirs.performer.net.layers) == 4
+    assert ours.blocks[0].attention.feature_map.num_features == 16
+    assert theirs.performer.net.layers[0][0].fn.fast_attention.nb_features == 16
+
+
+def test_a_streamed_state_is_where_it_is_said_to_be():
+    for kind in ("linear", "softmax"):
+        layer, state = streaming._layer_at(kind, 10, CPU)
+        _, after = layer.stream(torch.randn(1, 1, 256), state)
+        assert after.position.tolist() == [11]
+    assert after.key.shape[2] == 11
+
+
+def test_a_step_of_growth_is_forward_and_backward():
+    forward, backward = growth.step(growth.LINEAR, 64, "cpu")()
+    assert forward > 0
+    assert backward > 0
+
+
+ROWS = [
+    Row("growth", "n 256", "limit", n=256, seconds=0.5e-3),
+    Row("growth", "n 256", "linear", n=256, seconds=1e-3, memory=4_000_000, ratio=1.0, against="linear"),
+    Row("growth", "n 512", "linear", n=512, seconds=2e-3, memory=8_000_000, ratio=1.0, against="linear"),
+]
+
+
+def test_what_is_left_holds_every_figure(tmp_path):
+    stem = tmp_path / "new" / "fast"
+    paths = speed.write(ROWS, {"device": "cpu", "threads": 2, "torch": "2"}, stem)
+    assert [path.name for path in paths] == ["fast.csv", "fast.json", "fast.png", "fast.svg"]
+    kept = json.loads(paths[1].read_text())
+    assert [row["seconds"] for row in kept["rows"]] == [0.5e-3, 1e-3, 2e-3]
+    with paths[0].open() as file:
+        assert [row["memory"] for row in csv.DictReader(file)] == ["", "4000000", "8000000"]
+    assert "1,024" not in (svg := paths[3].read_text())
+    for words in ("linear", "tokens", "peak memory, MB", "cpu, 2 threads, torch 2"):
+        assert words in svg
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "not what tasks.speed writes"),
+        ("{}", "not what tasks.speed writes"),
+        ('{"rows": [], "environment": {}}', "no lengths"),
+    ],
+)
+def test_a_file_that_holds_nothing_to_draw_is_named(tmp_path, capsys, content, said):
+    path = tmp_path / "speed.json"
+    path.write_text(content)
+    assert picture.main([str(path), "--out", str(tmp_path / "x")]) == 2
+    assert said in capsys.readouterr().err
+    assert picture.main([str(tmp_path / "none.json")]) == 2
+
+
+def test_the_table_leaves_out_what_nobody_has():
+    grid = speed.table("growth", ROWS)
+    assert [column.header for column in grid.columns] == ["case", "", "all", "a token", "time / linear", "memory"]
+    assert [str(cell) for cell in grid.columns[3].cells] == ["1.95 µs", "3.91 µs", "3.91 µs"]
+
+
+def test_the_command_measures_and_leaves_files(tmp_path, capsys):
+    assert speed.main(["--quick", "--only", "import", "--out", str(tmp_path / "speed"), "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert "linrope, after torch" in printed
+    rows = json.loads((tmp_path / "speed.json").read_text())["rows"]
+    assert [row["contender"] for row in rows] == ["torch", "linrope, after torch"]
+    assert rows[1]["ratio"] == pytest.approx(rows[1]["seconds"] / rows[0]["seconds"])
+
+
+def test_a_device_that_is_not_there_is_one_line(capsys):
+    assert speed.main(["--device", "no-such-device"]) == 2
+    assert capsys.readouterr().err.startswith("error: --device no-such-device:")
