@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -31,9 +33,29 @@ class EluPlusOne(FeatureMap):
 
     def map_query(self, query: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch m"]:
         """elu(query) + 1."""
-        x = at_least_float32(query)
-        # exp sees no positive x: the branch not taken would send inf * 0 = NaN into the gradient.
-        return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+        return _EluPlusOne.apply(at_least_float32(query))  # type: ignore[return-value]
+
+
+class _EluPlusOne(torch.autograd.Function):
+    """exp(min(x, 0)) + max(x, 0), with its derivative from the output: exp(x) below zero and 1 above is min(φ(x), 1).
+
+    exp sees no positive x, and the derivative no branch: autograd would choose between the two, pass by pass.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clamp(max=0).exp_().add_(x.relu())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (features,) = ctx.saved_tensors
+        return grad * features.clamp(max=1)
 
 
 class ReLU(FeatureMap):
