@@ -75,8 +75,7 @@ class _Chunked(torch.autograd.Function):
 
         states, last_kv = _before(kv, _closing(rk, weights).mT @ v, weights)
         scores = _masked(rq @ rk.mT, weights)
-        output = _carried(rq @ states, weights)
-        output += scores @ v
+        output = _add_product(_carried(rq @ states, weights), scores, v)
         key_sums, last_key_sum = _before(key_sum, _closing(k, weights).sum(-2), weights)
         inverse = None
         if divides:
@@ -109,45 +108,42 @@ class _Chunked(torch.autograd.Function):
         grad_states, grad_kv = _after(grad_kv, rq.mT @ carried_g, weights)
         grad_key_sums, grad_key_sum = _after(grad_key_sum, (q.mT @ carried_delta)[..., 0], weights)
 
-        grad_rq = carried_g @ states.mT
-        grad_rq += grad_scores @ rk
-        grad_rk = _closing(v, weights) @ grad_states.mT
-        grad_rk += grad_scores.mT @ rq
-        grad_v = _closing(rk, weights) @ grad_states
-        grad_v += scores.mT @ g
-        grad_q = carried_delta * key_sums[..., None, :]
-        grad_k = _closing(grad_key_sums[..., None, :].expand_as(k), weights).clone()
+        grad_rq = _add_product(carried_g @ states.mT, grad_scores, rk)
+        grad_rk = _add_product(_closing(v, weights) @ grad_states.mT, grad_scores.mT, rq)
+        grad_v = _add_product(_closing(rk, weights) @ grad_states, scores.mT, g)
+        if ctx.separate:
+            grad_q, grad_k = torch.zeros_like(q), torch.zeros_like(k)
+        elif query_turn is None:
+            grad_q, grad_k = grad_rq, grad_rk
+        else:
+            turns = query_turn, query_turn if key_turn is None else key_turn
+            query_turn, key_turn = (_in_chunks(turn, q.shape[3]) for turn in turns)
+            grad_q, grad_k = turn_pairs(grad_rq, query_turn, back=True), turn_pairs(grad_rk, key_turn, back=True)
+        # The share of the normalizer, which sees what is not rotated.
+        grad_q.addcmul_(carried_delta, key_sums[..., None, :])
+        grad_k += _closing(grad_key_sums[..., None, :].expand_as(k), weights)
         if rotates and inverse is not None:
             grad_plain = _masked(delta.expand_as(scores).clone(), weights)
-            grad_q += grad_plain @ k
-            grad_k += grad_plain.mT @ q
+            grad_q = _add_product(grad_q, grad_plain, k)
+            grad_k = _add_product(grad_k, grad_plain.mT, q)
 
-        grads = [_in_row(x, ctx.n) for x in (grad_q, grad_k, grad_rq, grad_rk, grad_v)]
-        grad_query, grad_key, *rotated, grad_value = grads
         grad_log_scale = None
         if weights is not None:  # a log-scale is a factor of its key, exp(c): so dL/dc = k · dL/dk
-            grad_log_scale = _in_row((grad_k * k + grad_rk * rk).sum(-1), ctx.n)
-        if not ctx.separate:
-            if query_turn is not None:
-                rotated = [
-                    turn_pairs(x, turn, back=True) for x, turn in zip(rotated, (query_turn, key_turn), strict=True)
-                ]
-            grad_query, grad_key = grad_query.add_(rotated[0]), grad_key.add_(rotated[1])
-            rotated = [None, None]
+            grad_log_scale = (grad_k * k).sum(-1)
+            if ctx.separate:
+                grad_log_scale += (grad_rk * rk).sum(-1)
+            grad_log_scale = _in_row(grad_log_scale, ctx.n)
+        rotated = (_in_row(grad_rq, ctx.n), _in_row(grad_rk, ctx.n)) if ctx.separate else (None, None)
+        grad_query, grad_key, grad_value = (_in_row(x, ctx.n) for x in (grad_q, grad_k, grad_v))
         return (
-            grad_query,
-            grad_key,
-            *rotated,
-            grad_value,
-            grad_log_scale,
-            None,
-            None,
-            grad_kv,
-            grad_key_sum,
-            None,
-            None,
-            None,
+            *(grad_query, grad_key, *rotated, grad_value, grad_log_scale, None, None),
+            *(grad_kv, grad_key_sum, None, None, None),
         )
+
+
+def _add_product(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """x + left @ right of each chunk, into the memory of ``x``."""
+    return x.flatten(0, 2).baddbmm_(left.flatten(0, 2), right.flatten(0, 2)).unflatten(0, x.shape[:3])
 
 
 def _in_chunks(x: Float[Tensor, "b h n x"], c: int) -> Float[Tensor, "b h g c x"]:
