@@ -126,7 +126,7 @@ def arguments(scaled: bool, turned: bool, divides: bool = True):
     b, h, n, m, e = 2, 3, 37, 6, 5
     query, key = (randn(b, h, n, m, dtype=torch.float32).abs().requires_grad_() for _ in "qk")
     value = randn(b, h, n, e, dtype=torch.float32, grad=True)
-    turns = Rotary().turns(query, None).expand(b, -1, -1, -1) if turned else None
+    turns = Rotary().turns(query, None).expand(b, h, -1, -1) if turned else None
     log_scale = randn(b, h, n, dtype=torch.float32, grad=True) if scaled else None
     kv, key_sum = torch.zeros(b, h, m, e, requires_grad=True), torch.zeros(b, h, m, requires_grad=True)
     scale = torch.full((b, h), -5.0 if scaled else 0.0)

@@ -48,30 +48,54 @@ typedef REAL vector __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(REA
 typedef REAL eight __attribute__((vector_size(8 * sizeof(REAL)), aligned(sizeof(REAL)), may_alias));
 enum { LANES = VECTOR_BYTES / sizeof(REAL), PAD = LANES > 8 ? LANES : 8, CHUNK = 32, BLOCK = 8 };
 
+#define SMALLEST (sizeof(REAL) == sizeof(float) ? FLT_MIN : DBL_MIN) /* whose reciprocal is finite */
 #define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 8")
 #define VECTOR(address) (*(vector *)(address))
 #define EIGHT(address) (*(eight *)(address))
 
-/* ---- what the caller hands over; native.py has the same fields ---- */
+/* ---- what the caller hands over; native.py has the same order ---- */
 
-typedef struct { /* b h n x: the last axis contiguous, strides in numbers */
+typedef struct { /* the last axis is contiguous, the three before it have strides, in numbers; data may be NULL */
     REAL *data;
     int64_t b, h, n;
 } tensor;
 
 typedef struct {
     int64_t b, h, n, m, e, threads;
-    int64_t turned;                 /* features that are rotated, an even number */
-    int64_t divides, scaled;        /* whether there is a normalizer; whether keys carry log-scales */
-    tensor query, key, value, out;  /* b h n m, b h n m, b h n e, b h n e */
-    tensor query_turn, key_turn;    /* b 1 n turned: cosine and sine of each pair in turn */
-    tensor log_scale, top, inverse; /* b h n 1: c, its running maximum, 1 / normalizer */
-    REAL *kv, *key_sum, *scale;     /* the state before the first token: b h m e, b h m, b h */
-    REAL *last_kv, *last_key_sum;   /* and after the last */
-    REAL *saved;                    /* the state before each chunk; NULL: not wanted */
-    tensor grad_out, grad_query, grad_key, grad_value;
-    REAL *grad_kv, *grad_key_sum, *grad_last_kv, *grad_last_key_sum;
+    int64_t turned;          /* features that are rotated, an even number */
+    int64_t divides, scaled; /* whether there is a normalizer; whether keys carry log-scales */
+    union {
+        struct {
+            tensor query, key, value, out;                                 /* b h n m, b h n m, b h n e, b h n e */
+            tensor query_turn, key_turn;                                   /* b h n turned: cosine, sine of each pair */
+            tensor log_scale, top, inverse;                                /* b h n: c, its maximum, 1 / normalizer */
+            tensor kv, key_sum, scale;                                     /* the state before: b h m e, b h m, b h */
+            tensor last_kv, last_key_sum;                                  /* the state after the last token */
+            tensor saved;                                                  /* the state before each chunk, if wanted */
+            tensor grad_out, grad_query, grad_key, grad_value;             /* as out, query, key, value */
+            tensor grad_kv, grad_key_sum, grad_last_kv, grad_last_key_sum; /* the last two may be missing: zeros */
+        };
+        tensor all[23];
+    };
 } problem;
+
+static int64_t rounded(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+static int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
+
+/* Numbers in a saved state: m rows of E, then M; rounded for the widest vectors there are, as native.py does. */
+static int64_t state_size(const problem *p) {
+    return p->m * rounded(p->e, 64 / sizeof(REAL)) + rounded(p->m, 64 / sizeof(REAL));
+}
+
+/* The problem of head h of item b alone, where `at` finds a row. */
+static problem of_head(const problem *all, int64_t b, int64_t h) {
+    problem p = *all;
+    for (tensor *x = p.all; x < p.all + 23; x++)
+        if (x->data) x->data += b * x->b + h * x->h;
+    return p;
+}
+static REAL *at(const tensor *x, int64_t n) { return x->data + n * x->n; }
 
 /* ---- what one head needs beside that ---- */
 
@@ -85,13 +109,11 @@ typedef struct {
     int64_t asked;
 } workspace;
 
-static int64_t rounded(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
-static int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
-/* Of one saved state: m rows of E numbers, then M; rounded for the widest vectors there are, as native.py does. */
-static int64_t state_size(const problem *p) {
-    return p->m * rounded(p->e, 64 / sizeof(REAL)) + rounded(p->m, 64 / sizeof(REAL));
+/* Lines of memory that one chunk asks for at most: see ask. */
+static int64_t lines(const problem *p) {
+    const int64_t line = 64 / sizeof(REAL), row = rounded(p->m, line) + rounded(p->e, line);
+    return (4 * CHUNK * row + state_size(p)) / line;
 }
-static REAL *at(const tensor *x, int64_t b, int64_t h, int64_t n) { return x->data + b * x->b + h * x->h + n * x->n; }
 
 /* Deal `memory` out to the buffers; returns how many numbers that takes, also where `memory` is NULL. */
 static int64_t deal(const problem *p, REAL *memory, workspace *w) {
@@ -105,7 +127,8 @@ static int64_t deal(const problem *p, REAL *memory, workspace *w) {
                  {&w->dK, CHUNK * M},     {&w->dVt, CHUNK * E}, {&w->T, E * M},            {&w->S, p->m * E},
                  {&w->z, M},              {&w->sum, M},         {&w->partial, CHUNK * 16}, {&w->delta, CHUNK},
                  {&w->y, M},              {&w->own, CHUNK},     {&w->step, CHUNK + 1},     {&w->carried, CHUNK},
-                 {&w->closing, CHUNK},    {&w->W, CHUNK * CHUNK}, {(REAL **)&w->ahead, 100000}};
+                 {&w->closing, CHUNK},    {&w->W, CHUNK * CHUNK},
+                 {(REAL **)&w->ahead, lines(p) * 8 / (int64_t)sizeof(REAL)}};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++, used = rounded(used, 16)) {
         *parts[i].buffer = memory ? memory + used : NULL;
         used += parts[i].size;
@@ -123,38 +146,31 @@ static int64_t deal(const problem *p, REAL *memory, workspace *w) {
 INLINE void tile(const int rows, const int vectors, int64_t depth, const REAL *A, int64_t lda, const REAL *B,
                  int64_t ldb, const REAL *add, REAL *C, int64_t ldc) {
     vector sum[ROWS][2], b[2];
-#pragma GCC unroll 8
-    for (int i = 0; i < rows; i++)
-#pragma GCC unroll 2
-        for (int j = 0; j < vectors; j++) sum[i][j] = add ? VECTOR(add + i * ldc + j * LANES) : (vector){0};
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int j = 0; j < vectors; j++) sum[i][j] = add ? VECTOR(add + i * ldc + j * LANES) : (vector){0};
     for (int64_t k = 0; k < depth; k++) {
-#pragma GCC unroll 2
-        for (int j = 0; j < vectors; j++) b[j] = VECTOR(B + k * ldb + j * LANES);
-#pragma GCC unroll 8
-        for (int i = 0; i < rows; i++)
-#pragma GCC unroll 2
-            for (int j = 0; j < vectors; j++) sum[i][j] += A[i * lda + k] * b[j];
+        UNROLL for (int j = 0; j < vectors; j++) b[j] = VECTOR(B + k * ldb + j * LANES);
+        UNROLL for (int i = 0; i < rows; i++)
+            UNROLL for (int j = 0; j < vectors; j++) sum[i][j] += A[i * lda + k] * b[j];
     }
-#pragma GCC unroll 8
-    for (int i = 0; i < rows; i++)
-#pragma GCC unroll 2
-        for (int j = 0; j < vectors; j++) VECTOR(C + i * ldc + j * LANES) = sum[i][j];
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int j = 0; j < vectors; j++) VECTOR(C + i * ldc + j * LANES) = sum[i][j];
 }
 
 /* Memory is slower than the arithmetic, unless what the next chunk needs is on its way during the products of this one:
    a few lines after each tile, for many at once would stall. */
-static void ask(workspace *w, const tensor *x, int64_t b, int64_t h, int64_t n, int64_t c, int64_t width) {
+static void ask(workspace *w, const tensor *x, int64_t n, int64_t c, int64_t width) {
     for (int64_t t = 0; t < c; t++)
-        for (int64_t i = 0; i < width; i += 64 / sizeof(REAL)) w->ahead[w->asked++] = at(x, b, h, n + t) + i;
+        for (int64_t i = 0; i < width; i += 64 / sizeof(REAL)) w->ahead[w->asked++] = at(x, n + t) + i;
 }
 
 INLINE void fetch(workspace *w) {
-    for (int64_t last = w->asked > 16 ? w->asked - 16 : 0; w->asked > last;) __builtin_prefetch(w->ahead[--w->asked], 0, 2);
+    for (int i = 0; i < 16 && w->asked; i++) __builtin_prefetch(w->ahead[--w->asked], 0, 2);
 }
 
 /* C = A B + add, where A is rows x depth and B depth x columns, a multiple of LANES. `add` lies as C does, or is NULL. */
-static void product(workspace *w, int64_t rows, int64_t columns, int64_t depth, const REAL *A, int64_t lda, const REAL *B,
-                    int64_t ldb, const REAL *add, REAL *C, int64_t ldc) {
+static void product(workspace *w, int64_t rows, int64_t columns, int64_t depth, const REAL *A, int64_t lda,
+                    const REAL *B, int64_t ldb, const REAL *add, REAL *C, int64_t ldc) {
     for (int64_t j = 0; j < columns; j += 2 * LANES)
         for (int64_t i = 0, height, tiles = rounded(rows, ROWS) / ROWS; tiles > 0; tiles--, i += height) {
             height = rounded(rows - i, tiles) / tiles; /* as even as can be: a tile of one row is slow */
@@ -178,22 +194,21 @@ static void product(workspace *w, int64_t rows, int64_t columns, int64_t depth, 
 /* ---- packing ---- */
 
 /* c rows of `width` numbers, as CHUNK rows of `padded`; zeros elsewhere. */
-static void pack(const tensor *x, int64_t b, int64_t h, int64_t n, int64_t c, int64_t width, REAL *to, int64_t padded) {
+static void pack(const tensor *x, int64_t n, int64_t c, int64_t width, REAL *to, int64_t padded) {
     if (c < CHUNK || width < padded) memset(to, 0, CHUNK * padded * sizeof(REAL));
-    for (int64_t t = 0; t < c; t++) memcpy(to + t * padded, at(x, b, h, n + t), width * sizeof(REAL));
+    for (int64_t t = 0; t < c; t++) memcpy(to + t * padded, at(x, n + t), width * sizeof(REAL));
 }
 
-static void unpack(const REAL *from, int64_t padded, const tensor *x, int64_t b, int64_t h, int64_t n, int64_t c,
-                   int64_t width) {
-    for (int64_t t = 0; t < c; t++) memcpy(at(x, b, h, n + t), from + t * padded, width * sizeof(REAL));
+static void unpack(const REAL *from, int64_t padded, const tensor *x, int64_t n, int64_t c, int64_t width) {
+    for (int64_t t = 0; t < c; t++) memcpy(at(x, n + t), from + t * padded, width * sizeof(REAL));
 }
 
 /* Turn the pairs of c rows by the angles of `table` (direction 1), or back (-1). */
-static void turn(const problem *p, const tensor *table, int64_t b, int64_t n, int64_t c, REAL direction,
-                 const REAL *from, REAL *to, int64_t padded) {
+static void turn(const problem *p, const tensor *table, int64_t n, int64_t c, REAL direction, const REAL *from,
+                 REAL *to, int64_t padded) {
     if (p->turned < padded || c < CHUNK) memcpy(to, from, CHUNK * padded * sizeof(REAL));
     for (int64_t t = 0; t < c; t++, to += padded, from += padded) {
-        const REAL *angle = at(table, b, 0, n + t);
+        const REAL *angle = at(table, n + t);
         for (int64_t i = 0; i < p->turned; i += 2) {
             REAL x = from[i], y = from[i + 1], cosine = angle[i], sine = direction * angle[i + 1];
             to[i] = x * cosine - y * sine;
@@ -213,20 +228,15 @@ static void transpose(int64_t rows, int64_t columns, const REAL *x, REAL *y) {
     for (int64_t i = 0; i < rows; i += 8)
         for (int64_t j = 0; j < columns; j += 8) {
             eight a[8], b[8];
-#pragma GCC unroll 8
-            for (int r = 0; r < 8; r++) a[r] = EIGHT(x + (i + r) * columns + j);
-#pragma GCC unroll 3
-            for (int round = 0; round < 3; round++) {
-#pragma GCC unroll 4
-                for (int r = 0; r < 4; r++) {
+            UNROLL for (int r = 0; r < 8; r++) a[r] = EIGHT(x + (i + r) * columns + j);
+            UNROLL for (int round = 0; round < 3; round++) {
+                UNROLL for (int r = 0; r < 4; r++) {
                     b[2 * r] = SHUFFLE(a[r], a[r + 4], 0, 8, 1, 9, 2, 10, 3, 11);
                     b[2 * r + 1] = SHUFFLE(a[r], a[r + 4], 4, 12, 5, 13, 6, 14, 7, 15);
                 }
-#pragma GCC unroll 8
-                for (int r = 0; r < 8; r++) a[r] = b[r];
+                UNROLL for (int r = 0; r < 8; r++) a[r] = b[r];
             }
-#pragma GCC unroll 8
-            for (int r = 0; r < 8; r++) EIGHT(y + (j + r) * rows + i) = a[r];
+            UNROLL for (int r = 0; r < 8; r++) EIGHT(y + (j + r) * rows + i) = a[r];
         }
 }
 
@@ -246,22 +256,22 @@ static void row_sums(REAL *partial, REAL *sums) {
 /* Factors that the keys' log-scales ask for, given the maximum before the chunk; all 1 where there are none.
    W_ts: of key s for query t. own_t = W_tt. step_t: of sums up to t - 1, at t. carried_t: of earlier chunks, at t.
    closing_s: of key s, after the chunk. */
-static void weigh(const problem *p, int64_t b, int64_t h, int64_t n, int64_t c, REAL before, workspace *w) {
+static void weigh(const problem *p, int64_t n, int64_t c, REAL before, workspace *w) {
     for (int t = 0; t < CHUNK; t++) w->own[t] = w->step[t] = w->carried[t] = w->closing[t] = 1;
     w->step[CHUNK] = 1;
     if (!p->scaled) return;
     memset(w->W, 0, CHUNK * CHUNK * sizeof(REAL));
     REAL top = before;
     for (int64_t t = 0; t < c; t++) {
-        REAL scale = *at(&p->log_scale, b, h, n + t), last = top, *row = w->W + t * CHUNK;
+        REAL scale = *at(&p->log_scale, n + t), last = top, *row = w->W + t * CHUNK;
         if (scale > top) top = scale;
         if (t && top == last) memcpy(row, row - CHUNK, t * sizeof(REAL));
         else
-            for (int64_t s = 0; s < t; s++) row[s] = exp(*at(&p->log_scale, b, h, n + s) - top);
+            for (int64_t s = 0; s < t; s++) row[s] = exp(*at(&p->log_scale, n + s) - top);
         row[t] = w->own[t] = exp(scale - top);
         w->step[t] = exp(last - top);
         w->carried[t] = exp(before - top);
-        *at(&p->top, b, h, n + t) = top;
+        *at(&p->top, n + t) = top;
     }
     memcpy(w->closing, w->W + (c - 1) * CHUNK, c * sizeof(REAL));
 }
@@ -273,13 +283,13 @@ static void scale(REAL *x, int64_t rows, int64_t columns, const REAL *factor, in
 }
 
 /* q, k, Q, K, K' and V of a chunk, and P = (Q K') W: lower triangular. */
-static void load(const problem *p, int64_t b, int64_t h, int64_t n, int64_t c, workspace *w) {
+static void load(const problem *p, int64_t n, int64_t c, workspace *w) {
     const int64_t M = w->M;
-    pack(&p->query, b, h, n, c, p->m, w->q, M);
-    pack(&p->key, b, h, n, c, p->m, w->k, M);
-    pack(&p->value, b, h, n, c, p->e, w->V, w->E);
-    turn(p, &p->query_turn, b, n, p->turned ? c : 0, 1, w->q, w->Q, M);
-    turn(p, &p->key_turn, b, n, p->turned ? c : 0, 1, w->k, w->K, M);
+    pack(&p->query, n, c, p->m, w->q, M);
+    pack(&p->key, n, c, p->m, w->k, M);
+    pack(&p->value, n, c, p->e, w->V, w->E);
+    turn(p, &p->query_turn, n, p->turned ? c : 0, 1, w->q, w->Q, M);
+    turn(p, &p->key_turn, n, p->turned ? c : 0, 1, w->k, w->K, M);
     transpose(CHUNK, M, w->K, w->Kt);
     for (int64_t t = 0; t < CHUNK; t += BLOCK)
         product(w, BLOCK, least(CHUNK, rounded(t + BLOCK, LANES)), p->m, w->Q + t * M, M, w->Kt, CHUNK, NULL,
@@ -309,96 +319,94 @@ static void walk_keys(int64_t c, const workspace *w, REAL *z, REAL *next, REAL *
         for (int64_t i = 0; i < M; i += 8) EIGHT(next + i) = EIGHT(w->sum + i) + w->carried[c - 1] * EIGHT(z + i);
 }
 
-static void forward_head(const problem *p, int64_t b, int64_t h, workspace *w) {
-    const int64_t m = p->m, e = p->e, M = w->M, E = w->E, size = state_size(p), head = b * p->h + h;
-    const int64_t chunks = rounded(p->n, CHUNK) / CHUNK;
-    REAL *S = p->saved ? p->saved + head * chunks * size : w->S, *z = p->saved ? S + m * E : w->z;
-    REAL top = p->scaled ? p->scale[head] : 0;
+static void forward_head(const problem *p, workspace *w) {
+    const int64_t m = p->m, e = p->e, M = w->M, E = w->E, size = state_size(p);
+    REAL *S = p->saved.data ? p->saved.data : w->S, *z = p->saved.data ? S + m * E : w->z;
+    REAL top = p->scaled ? *p->scale.data : 0;
     memset(S, 0, m * E * sizeof(REAL));
     memset(z, 0, M * sizeof(REAL));
-    for (int64_t i = 0; i < m; i++) memcpy(S + i * E, p->kv + (head * m + i) * e, e * sizeof(REAL));
-    memcpy(z, p->key_sum + head * m, m * sizeof(REAL));
+    for (int64_t i = 0; i < m; i++) memcpy(S + i * E, at(&p->kv, i), e * sizeof(REAL));
+    memcpy(z, p->key_sum.data, m * sizeof(REAL));
 
     for (int64_t n = 0; n < p->n; n += CHUNK) {
         const int64_t c = least(CHUNK, p->n - n);
-        weigh(p, b, h, n, c, top, w);
+        weigh(p, n, c, top, w);
         w->asked = 0;
         const int64_t next = least(CHUNK, p->n - n - CHUNK);
-        ask(w, &p->query, b, h, n + CHUNK, next, m);
-        ask(w, &p->key, b, h, n + CHUNK, next, m);
-        ask(w, &p->value, b, h, n + CHUNK, next, e);
-        ask(w, &p->out, b, h, n, c, e);
-        load(p, b, h, n, c, w);
+        ask(w, &p->query, n + CHUNK, next, m);
+        ask(w, &p->key, n + CHUNK, next, m);
+        ask(w, &p->value, n + CHUNK, next, e);
+        ask(w, &p->out, n, c, e);
+        load(p, n, c, w);
         product(w, CHUNK, E, m, w->Q, M, S, E, NULL, w->O, E);
         if (p->scaled) scale(w->O, CHUNK, E, w->carried, 1);
         for (int64_t t = 0; t < CHUNK; t += BLOCK)
             product(w, BLOCK, E, t + BLOCK, w->P + t * CHUNK, CHUNK, w->V, E, w->O + t * E, w->O + t * E, E);
 
-        REAL *S_next = p->saved && n + CHUNK < p->n ? S + size : w->S;
+        REAL *S_next = p->saved.data && n + CHUNK < p->n ? S + size : w->S;
         REAL *z_next = S_next == w->S ? w->z : S_next + m * E;
         walk_keys(c, w, z, z_next, NULL);
         if (p->divides) {
             REAL inverse[CHUNK];
             row_sums(w->partial, inverse);
             for (int64_t t = 0; t < c; t++) { /* a row with nothing to attend to is 0, and so is its gradient */
-                inverse[t] = fabs(inverse[t]) < (sizeof(REAL) == sizeof(float) ? FLT_MIN : DBL_MIN) ? 0 : 1 / inverse[t];
-                *at(&p->inverse, b, h, n + t) = inverse[t];
+                inverse[t] = fabs(inverse[t]) < SMALLEST ? 0 : 1 / inverse[t];
+                *at(&p->inverse, n + t) = inverse[t];
             }
             scale(w->O, c, E, inverse, 1);
         }
-        unpack(w->O, E, &p->out, b, h, n, c, e);
+        unpack(w->O, E, &p->out, n, c, e);
         if (p->scaled) {
             scale(w->V, CHUNK, E, w->closing, 1);
             for (int64_t i = 0; i < m * E; i++) S_next[i] = w->carried[c - 1] * S[i];
-            top = *at(&p->top, b, h, n + c - 1);
+            top = *at(&p->top, n + c - 1);
         }
         product(w, m, E, CHUNK, w->Kt, CHUNK, w->V, E, p->scaled ? S_next : S, S_next, E);
         S = S_next, z = z_next;
     }
-    for (int64_t i = 0; i < m; i++) memcpy(p->last_kv + (head * m + i) * e, S + i * E, e * sizeof(REAL));
-    memcpy(p->last_key_sum + head * m, z, m * sizeof(REAL));
+    for (int64_t i = 0; i < m; i++) memcpy(at(&p->last_kv, i), S + i * E, e * sizeof(REAL));
+    memcpy(p->last_key_sum.data, z, m * sizeof(REAL));
 }
 
-static void backward_head(const problem *p, int64_t b, int64_t h, workspace *w) {
-    const int64_t m = p->m, e = p->e, M = w->M, E = w->E, size = state_size(p), head = b * p->h + h;
-    const int64_t chunks = rounded(p->n, CHUNK) / CHUNK;
+static void backward_head(const problem *p, workspace *w) {
+    const int64_t m = p->m, e = p->e, M = w->M, E = w->E, size = state_size(p);
     memset(w->T, 0, E * M * sizeof(REAL));
     memset(w->y, 0, M * sizeof(REAL));
-    for (int64_t i = 0; i < e && p->grad_last_kv; i++)
-        for (int64_t j = 0; j < m; j++) w->T[i * M + j] = p->grad_last_kv[(head * m + j) * e + i];
-    if (p->grad_last_key_sum) memcpy(w->y, p->grad_last_key_sum + head * m, m * sizeof(REAL));
+    for (int64_t i = 0; i < e && p->grad_last_kv.data; i++)
+        for (int64_t j = 0; j < m; j++) w->T[i * M + j] = at(&p->grad_last_kv, j)[i];
+    if (p->grad_last_key_sum.data) memcpy(w->y, p->grad_last_key_sum.data, m * sizeof(REAL));
 
-    for (int64_t g = chunks - 1; g >= 0; g--) {
+    for (int64_t g = (p->n - 1) / CHUNK; g >= 0; g--) {
         const int64_t n = g * CHUNK, c = least(CHUNK, p->n - n);
-        REAL *S = p->saved + (head * chunks + g) * size, *z = S + m * E;
-        weigh(p, b, h, n, c, !p->scaled ? 0 : g ? *at(&p->top, b, h, n - 1) : p->scale[head], w);
+        REAL *S = at(&p->saved, g), *z = S + m * E;
+        weigh(p, n, c, !p->scaled ? 0 : g ? *at(&p->top, n - 1) : *p->scale.data, w);
         w->asked = 0;
         const int64_t next = n ? CHUNK : 0;
-        ask(w, &p->query, b, h, n - CHUNK, next, m);
-        ask(w, &p->key, b, h, n - CHUNK, next, m);
-        ask(w, &p->value, b, h, n - CHUNK, next, e);
-        ask(w, &p->grad_out, b, h, n - CHUNK, next, e);
-        if (p->divides) ask(w, &p->out, b, h, n - CHUNK, next, e);
+        ask(w, &p->query, n - CHUNK, next, m);
+        ask(w, &p->key, n - CHUNK, next, m);
+        ask(w, &p->value, n - CHUNK, next, e);
+        ask(w, &p->grad_out, n - CHUNK, next, e);
+        if (p->divides) ask(w, &p->out, n - CHUNK, next, e);
         if (next)
             for (int64_t i = 0; i < size; i += 64 / sizeof(REAL)) w->ahead[w->asked++] = S - size + i;
-        ask(w, &p->grad_query, b, h, n, c, m);
-        ask(w, &p->grad_key, b, h, n, c, m);
-        ask(w, &p->grad_value, b, h, n, c, e);
-        load(p, b, h, n, c, w);
+        ask(w, &p->grad_query, n, c, m);
+        ask(w, &p->grad_key, n, c, m);
+        ask(w, &p->grad_value, n, c, e);
+        load(p, n, c, w);
 
         /* out = inverse numerator: G = inverse dO, and the normalizer's gradient is delta = -inverse (out . dO). */
-        pack(&p->grad_out, b, h, n, c, e, w->G, E);
+        pack(&p->grad_out, n, c, e, w->G, E);
         memset(w->delta, 0, CHUNK * sizeof(REAL));
         if (p->divides) {
             REAL inverse[CHUNK] = {0};
-            pack(&p->out, b, h, n, c, e, w->O, E);
+            pack(&p->out, n, c, e, w->O, E);
             for (int64_t t = 0; t < CHUNK; t++) {
                 eight dot = {0};
                 for (int64_t i = 0; i < E; i += 8) dot += EIGHT(w->O + t * E + i) * EIGHT(w->G + t * E + i);
                 EIGHT(w->partial + t * 8) = dot;
             }
             row_sums(w->partial, w->delta);
-            for (int64_t t = 0; t < c; t++) inverse[t] = *at(&p->inverse, b, h, n + t);
+            for (int64_t t = 0; t < c; t++) inverse[t] = *at(&p->inverse, n + t);
             for (int64_t t = 0; t < CHUNK; t++) w->delta[t] *= -inverse[t];
             scale(w->G, CHUNK, E, inverse, 1);
         }
@@ -420,7 +428,8 @@ static void backward_head(const problem *p, int64_t b, int64_t h, workspace *w) 
         if (p->scaled) scale(w->V, CHUNK, E, w->closing, 1);
         product(w, CHUNK, M, e, w->V, E, w->T, M, NULL, w->dK, M);
         for (int64_t s = 0; s < CHUNK; s += BLOCK)
-            product(w, BLOCK, M, CHUNK - s, w->Dt + s * CHUNK + s, CHUNK, w->Q + s * M, M, w->dK + s * M, w->dK + s * M, M);
+            product(w, BLOCK, M, CHUNK - s, w->Dt + s * CHUNK + s, CHUNK, w->Q + s * M, M, w->dK + s * M,
+                    w->dK + s * M, M);
 
         if (p->scaled) scale(w->Gt, E, CHUNK, w->carried, 0);
         product(w, m, CHUNK, e, S, E, w->Gt, CHUNK, NULL, w->dQt, CHUNK);
@@ -434,9 +443,9 @@ static void backward_head(const problem *p, int64_t b, int64_t h, workspace *w) 
         REAL *dQ = w->Q, *dV = w->V; /* those are used up */
         transpose(M, CHUNK, w->dQt, dQ);
         transpose(E, CHUNK, w->dVt, dV);
-        turn(p, &p->query_turn, b, n, p->turned ? c : 0, -1, dQ, w->K, M);
-        turn(p, &p->key_turn, b, n, p->turned ? c : 0, -1, w->dK, w->Q, M);
-        if (p->divides || p->grad_last_key_sum) {
+        turn(p, &p->query_turn, n, p->turned ? c : 0, -1, dQ, w->K, M);
+        turn(p, &p->key_turn, n, p->turned ? c : 0, -1, w->dK, w->Q, M);
+        if (p->divides || p->grad_last_key_sum.data) {
             walk_keys(c, w, z, NULL, w->K);
             memset(w->sum, 0, M * sizeof(REAL));
             REAL after = 1; /* the factor of later chunks */
@@ -450,18 +459,18 @@ static void backward_head(const problem *p, int64_t b, int64_t h, workspace *w) 
             for (int64_t i = 0; i < M; i += 8)
                 EIGHT(w->y + i) = w->step[0] * EIGHT(w->sum + i) + after * EIGHT(w->y + i);
         }
-        unpack(w->K, M, &p->grad_query, b, h, n, c, m);
-        unpack(w->Q, M, &p->grad_key, b, h, n, c, m);
-        unpack(dV, E, &p->grad_value, b, h, n, c, e);
+        unpack(w->K, M, &p->grad_query, n, c, m);
+        unpack(w->Q, M, &p->grad_key, n, c, m);
+        unpack(dV, E, &p->grad_value, n, c, e);
     }
     for (int64_t i = 0; i < e; i++)
-        for (int64_t j = 0; j < m; j++) p->grad_kv[(head * m + j) * e + i] = w->T[i * M + j];
-    memcpy(p->grad_key_sum + head * m, w->y, m * sizeof(REAL));
+        for (int64_t j = 0; j < m; j++) at(&p->grad_kv, j)[i] = w->T[i * M + j];
+    memcpy(p->grad_key_sum.data, w->y, m * sizeof(REAL));
 }
 
 /* ---- all heads ---- */
 
-static int each_head(const problem *p, void (*one)(const problem *, int64_t, int64_t, workspace *)) {
+static int each_head(const problem *p, void (*run)(const problem *, workspace *)) {
     int failed = 0;
 #pragma omp parallel num_threads(p->threads)
     {
@@ -470,7 +479,8 @@ static int each_head(const problem *p, void (*one)(const problem *, int64_t, int
         if (memory) deal(p, memory, &w);
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < p->b * p->h; i++) {
-            if (memory) one(p, i / p->h, i % p->h, &w);
+            const problem one = of_head(p, i / p->h, i % p->h);
+            if (memory) run(&one, &w);
             else
 #pragma omp atomic write
                 failed = 1;

@@ -19,30 +19,37 @@ CHUNK = 32  # as in native.c
 # ---- what native.c takes ----
 
 
-# The fields of native.c's `problem`, each of 8 bytes; a strided tensor is an address and three strides.
+# The fields of native.c's `problem`, each of 8 bytes; a tensor is an address and three strides.
 _NUMBERS = ("b", "h", "n", "m", "e", "threads", "turned", "divides", "scaled")
-_STRIDED = ("query", "key", "value", "out", "query_turn", "key_turn", "log_scale", "top", "inverse")
-_WHOLE = ("kv", "key_sum", "scale", "last_kv", "last_key_sum", "saved")
-_STRIDED_GRADS = ("grad_out", "grad_query", "grad_key", "grad_value")
-_WHOLE_GRADS = ("grad_kv", "grad_key_sum", "grad_last_kv", "grad_last_key_sum")
+_TENSORS = (
+    *("query", "key", "value", "out", "query_turn", "key_turn", "log_scale", "top", "inverse"),
+    *("kv", "key_sum", "scale", "last_kv", "last_key_sum", "saved"),
+    *("grad_out", "grad_query", "grad_key", "grad_value"),
+    *("grad_kv", "grad_key_sum", "grad_last_kv", "grad_last_key_sum"),
+)
 
 
 def _call(function: str, dtype: torch.dtype, numbers: dict[str, int], tensors: dict[str, Tensor | None]) -> None:
     """Run one of native.c's two functions."""
     fields = [numbers[name] for name in _NUMBERS]
-    for strided, whole in ((_STRIDED, _WHOLE), (_STRIDED_GRADS, _WHOLE_GRADS)):
-        for name in strided:
-            x = tensors.get(name)
-            fields += (0, 0, 0, 0) if x is None or not x.numel() else (x.data_ptr(), *x.stride()[:3])
-        fields += (0 if (x := tensors.get(name)) is None else x.data_ptr() for name in whole)
+    for name in _TENSORS:
+        x = tensors.get(name)
+        fields += (0, 0, 0, 0) if x is None or not x.numel() else (x.data_ptr(), *(*x.stride(), 0)[:3])
     problem = (ctypes.c_int64 * len(fields))(*fields)
     if getattr(library(dtype), function)(problem):
         raise MemoryError(f"no memory for the buffers of linear attention with {numbers['m']} features")
 
 
 def _numbers(query: Tensor, value: Tensor, turn: Tensor | None, scaled: bool, divides: bool) -> dict[str, int]:
-    sizes = dict(zip("bhnm", query.shape, strict=True), e=value.shape[-1], threads=torch.get_num_threads())
-    return {**sizes, "turned": 0 if turn is None else turn.shape[-1], "divides": divides, "scaled": scaled}
+    b, h, n, m = query.shape
+    e = value.shape[-1]
+    # A thread works on one head at a time, and waking one takes as long as a few tokens do.
+    threads = min(torch.get_num_threads(), b * h) if b * h * n * m * e > 2**20 else 1
+    turned = 0 if turn is None else turn.shape[-1]
+    return {"b": b, "h": h, "n": n, "m": m, "e": e, "threads": threads, "turned": turned} | {
+        "divides": divides,
+        "scaled": scaled,
+    }
 
 
 def _last_contiguous(x: Tensor) -> Tensor:
@@ -77,7 +84,7 @@ def attend(
         query: φ(q), b h n m.
         key: φ(k), b h n m.
         value: b h n e.
-        query_turn: Cosine and sine of each pair in turn, b 1 n w; None: no rotation.
+        query_turn: Cosine and sine of each pair in turn, b h n w; None: no rotation.
         key_turn: The same for the keys.
         log_scale: Of the keys, b h n, or None.
         kv: Of the state before the first token, b h m e.
@@ -234,7 +241,7 @@ def _native(
     state: State,
     divides: bool,
 ) -> tuple[Tensor, State]:
-    query_turn, key_turn = (None, None) if turns is None else (x.expand(query.shape[0], -1, -1, -1) for x in turns)
+    query_turn, key_turn = (None, None) if turns is None else (x.expand(*query.shape[:2], -1, -1) for x in turns)
     tensors = [x for x in (query, key, value, log_scale, state.kv, state.key_sum) if x is not None]
     saves = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     out, kv, key_sum, top, *_ = attend(
