@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from linrope import ByteTransformer, FavorPlus, LinearAttention, Rotary, SoftmaxAttention
+from linrope import ByteTransformer, FavorPlus, LinearAttention, Rotary, SoftmaxAttention, rotary
 from linrope.models import sample, sinusoids
 from tests.cases import MAPS, PLACEMENTS, attention_options, close, mostly_slow, randn
 
@@ -492,3 +492,17 @@ def test_generation_keeps_no_graph():
     assert not model.generate(some_bytes(1, 3), 2).requires_grad
     assert torch.is_grad_enabled()
     assert randn(1, grad=True).requires_grad
+
+
+@pytest.mark.parametrize("attention", ["EluPlusOne-numerator", "EluPlusOne-before", "softmax"])
+def test_turns_are_made_once_for_all_layers_and_steps(attention, monkeypatch):
+    made = []
+    make_turns = rotary._make_turns
+    monkeypatch.setattr(rotary, "_make_turns", lambda *args: made.append(args[1]) or make_turns(*args))
+    rotary._first_turns.cache_clear()
+    model = make(attention, num_layers=3)
+    for _ in range(2):
+        model(some_bytes(2, N)).sum().backward()
+    assert len(made) == 1
+    model(some_bytes(2, N + 1))  # another length has turns of its own
+    assert len(made) == 2

@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from linrope import ByteTransformer, LinearAttention, Rotary, rotate
 from tests.cases import close, randn, turn
@@ -249,3 +250,42 @@ def test_for_width_turns_the_largest_even_part(width, fraction, even, pairing):
 def test_for_width_refuses_less_than_a_pair():
     with pytest.raises(ValueError, match="at least one pair, got 1"):
         Rotary().for_width(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("pairing", ["interleaved", "half"])
+def test_positions_left_out_count_from_zero(dtype, pairing):
+    x, rotary = torch.randn(2, 3, 9, 8).to(dtype), Rotary(fraction=0.5, pairing=pairing)
+    for _ in range(2):  # made, and kept
+        assert torch.equal(rotary(x), rotary(x, torch.arange(9)))
+
+
+def test_turns_that_are_kept_depend_on_all_they_are_made_of():
+    x = torch.randn(1, 1, 9, 8)
+    calls = [
+        (Rotary(), x),
+        (Rotary(base=100.0), x),
+        (Rotary(fraction=0.5), x),
+        (Rotary(), x.double()),
+        (Rotary(), x[:, :, :5]),
+    ]
+    for rotary, features in calls * 2:
+        assert torch.equal(rotary(features), rotary(features, torch.arange(features.shape[2])))
+
+
+def test_turns_made_in_inference_mode_serve_a_training_step():
+    x = torch.randn(1, 1, 11, 6)
+    with torch.inference_mode():
+        Rotary()(x)
+    x.requires_grad_()
+    Rotary()(x).square().sum().backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach())  # a rotation keeps lengths
+
+
+def test_turns_made_by_a_fake_mode_do_not_outlive_it():
+    with FakeTensorMode():
+        Rotary()(torch.randn(1, 1, 12, 6))
+    x = torch.randn(1, 1, 12, 6)
+    assert torch.equal(Rotary()(x), Rotary()(x, torch.arange(12)))
+    with FakeTensorMode():
+        assert Rotary()(torch.randn(1, 1, 12, 6)).shape == (1, 1, 12, 6)

@@ -2,6 +2,9 @@
 
 import csv
 import json
+import platform
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -70,6 +73,31 @@ def test_peak_memory_is_that_of_the_step_alone():
     if small is None:
         pytest.skip("this system keeps no count of peak memory")
     assert abs(large - small - 64 * 2**20) < 4 * 2**20
+
+
+FAULTS = """
+import resource, torch
+from tasks.environment import keep_freed_memory
+{call}
+count = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+fill = lambda: torch.empty(2**24).fill_(1.0)
+fill()
+before = count()
+for _ in range(5):
+    fill()
+print(count() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that gives memory back at once")
+def test_memory_that_is_kept_is_not_faulted_in_again():
+    def faults(call):
+        done = subprocess.run(
+            [sys.executable, "-c", FAULTS.format(call=call)], capture_output=True, text=True, check=True
+        )
+        return int(done.stdout)
+
+    assert faults("keep_freed_memory()") < faults("pass") / 10
 
 
 def test_absent_peers_are_named_with_the_reason(monkeypatch):
