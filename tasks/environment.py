@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import platform
 import subprocess
 import sys
@@ -39,19 +37,6 @@ def code_version() -> str:
     except (OSError, subprocess.SubprocessError):
         return number
     return f"{number} ({commit})"
-
-
-def keep_freed_memory() -> None:
-    """Have this process keep the memory that it frees, for the next step needs as much (glibc; elsewhere nothing).
-
-    By default large blocks go back to the system at once, and each page of the next one is a fault: a quarter of the
-    time of attention over long texts.
-    """
-    trim_threshold, mmap_threshold = -1, -3  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD
-    with contextlib.suppress(OSError, AttributeError, TypeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(mmap_threshold, 2**30)
-        mallopt(trim_threshold, -1)
 
 
 def peak_memory(device: torch.device) -> int:

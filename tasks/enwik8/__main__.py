@@ -18,7 +18,6 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from tasks.callbacks import Checkpoints, ProgressBar, Randomness, Recorder
-from tasks.environment import keep_freed_memory
 from tasks.enwik8.data import ByteData
 from tasks.language_modeling import LanguageModeling, NonFiniteError
 from tasks.run_directory import RunDirectory, RunError, differences
@@ -205,7 +204,6 @@ def main(args: Sequence[str] | None = None) -> int:
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
     warnings.filterwarnings("ignore", module="lightning")
-    keep_freed_memory()
     try:
         Enwik8CLI(args)
     except _Finished as finished:

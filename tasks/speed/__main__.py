@@ -24,8 +24,9 @@ from rich.text import Text
 
 from plots.files import write_whole
 from plots.speed import draw
-from tasks.environment import environment, keep_freed_memory
+from tasks.environment import environment
 from tasks.speed import attention, growth, startup, streaming, training
+from tasks.speed.memory import keep_freed_memory
 from tasks.speed.rows import Row
 
 SECTIONS: dict[str, Callable[[torch.device, bool], Iterable[Row]]] = {
