@@ -145,16 +145,18 @@ static int64_t deal(const problem *p, REAL *memory, workspace *w) {
 /* C = A B + add for a tile of rows x vectors, which stays in registers. */
 INLINE void tile(const int rows, const int vectors, int64_t depth, const REAL *A, int64_t lda, const REAL *B,
                  int64_t ldb, const REAL *add, REAL *C, int64_t ldc) {
-    vector sum[ROWS][2], b[2];
-    UNROLL for (int i = 0; i < rows; i++)
-        UNROLL for (int j = 0; j < vectors; j++) sum[i][j] = add ? VECTOR(add + i * ldc + j * LANES) : (vector){0};
+    vector sum[ROWS][2] = {0}, b[2];
     for (int64_t k = 0; k < depth; k++) {
         UNROLL for (int j = 0; j < vectors; j++) b[j] = VECTOR(B + k * ldb + j * LANES);
         UNROLL for (int i = 0; i < rows; i++)
             UNROLL for (int j = 0; j < vectors; j++) sum[i][j] += A[i * lda + k] * b[j];
     }
     UNROLL for (int i = 0; i < rows; i++)
-        UNROLL for (int j = 0; j < vectors; j++) VECTOR(C + i * ldc + j * LANES) = sum[i][j];
+        UNROLL for (int j = 0; j < vectors; j++) {
+            const int64_t place = i * ldc + j * LANES;
+            if (add) sum[i][j] += VECTOR(add + place); /* last: a large sum loses small terms that come one by one */
+            VECTOR(C + place) = sum[i][j];
+        }
 }
 
 /* Memory is slower than the arithmetic, unless what the next chunk needs is on its way during the products of this one:

@@ -46,22 +46,25 @@ class Row:
 
 
 def interleaved(contenders: dict[str, Timed], rounds: int, patience: float = 30.0) -> dict[str, tuple[float, float]]:
-    """Median seconds of forward and backward, each round running every contender once.
+    """Median seconds of forward and backward, each round running every contender three times in a row.
 
-    A first round warms up and is not counted. A contender that has used up its ``patience`` (seconds) drops out
-    of the rounds that remain, but not before one round counts.
+    The first of the three brings the contender's data back into the caches, which the others have had in between,
+    and does not count; nor does the first round. Who takes longer than a second runs once a round, and who has used
+    up its ``patience`` (seconds) drops out of the rounds that remain, but not before one run counts.
     """
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     spent = dict.fromkeys(contenders, 0.0)
     for turn in range(rounds + 1):
-        first = turn % len(contenders)  # each comes first in turn: what came before leaves its mark on the caches
+        first = turn % len(contenders)  # each comes first in turn
         for name in (*list(contenders)[first:], *list(contenders)[:first]):
             if spent[name] > patience and times[name]:
                 continue
-            seconds = contenders[name]()
-            spent[name] += sum(seconds)
+            seconds = [contenders[name]()]
+            if sum(seconds[0]) < 1.0:
+                seconds = [contenders[name]() for _ in range(2)]
+            spent[name] += sum(map(sum, seconds))
             if turn or spent[name] > patience:  # one that is so slow needs no warm-up
-                times[name].append(seconds)
+                times[name] += seconds
     return {name: tuple(statistics.median(part) for part in zip(*all_, strict=True)) for name, all_ in times.items()}  # type: ignore[misc]
 
 
