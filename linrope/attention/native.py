@@ -18,42 +18,36 @@ CHUNK = 32  # as in native.c
 
 # ---- what native.c takes ----
 
-
-# The fields of native.c's `problem`, each of 8 bytes; a tensor is an address and three strides.
-_NUMBERS = ("b", "h", "n", "m", "e", "threads", "turned", "divides", "scaled")
+# The fields of native.c's `problem` behind its numbers, each of 8 bytes: a tensor is an address and three strides.
 _TENSORS = (
     *("query", "key", "value", "out", "query_turn", "key_turn", "log_scale", "top", "inverse"),
     *("kv", "key_sum", "scale", "last_kv", "last_key_sum", "saved"),
     *("grad_out", "grad_query", "grad_key", "grad_value"),
     *("grad_kv", "grad_key_sum", "grad_last_kv", "grad_last_key_sum"),
 )
+_OUTPUTS = ("out", "last_kv", "last_key_sum", "top", "inverse", "saved")
+_GRADIENTS = ("grad_query", "grad_key", "grad_value", "grad_kv", "grad_key_sum")
 
 
-def _call(function: str, dtype: torch.dtype, numbers: dict[str, int], tensors: dict[str, Tensor | None]) -> None:
+def _call(function: str, divides: bool, query: Tensor, value: Tensor, **others: Tensor | None) -> None:
     """Run one of native.c's two functions."""
-    fields = [numbers[name] for name in _NUMBERS]
-    for name in _TENSORS:
-        x = tensors.get(name)
-        fields += (0, 0, 0, 0) if x is None or not x.numel() else (x.data_ptr(), *(*x.stride(), 0)[:3])
-    problem = (ctypes.c_int64 * len(fields))(*fields)
-    if getattr(library(dtype), function)(problem):
-        raise MemoryError(f"no memory for the buffers of linear attention with {numbers['m']} features")
-
-
-def _numbers(query: Tensor, value: Tensor, turn: Tensor | None, scaled: bool, divides: bool) -> dict[str, int]:
-    b, h, n, m = query.shape
-    e = value.shape[-1]
+    tensors = {"query": query, "value": value, **others}
+    (b, h, n, m), e, turn = query.shape, value.shape[-1], tensors["query_turn"]
     # A thread works on one head at a time, and waking one takes as long as a few tokens do.
     threads = min(torch.get_num_threads(), b * h) if b * h * n * m * e > 2**20 else 1
-    turned = 0 if turn is None else turn.shape[-1]
-    return {"b": b, "h": h, "n": n, "m": m, "e": e, "threads": threads, "turned": turned} | {
-        "divides": divides,
-        "scaled": scaled,
-    }
-
-
-def _last_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+    turned, scaled = 0 if turn is None else turn.shape[-1], tensors["log_scale"] is not None
+    fields = [b, h, n, m, e, threads, turned, divides, scaled]
+    kept = []  # copies must live until the call has returned
+    for name in _TENSORS:
+        x = tensors.get(name)
+        if x is None or not x.numel():
+            fields += (0, 0, 0, 0)
+            continue
+        kept.append(x if x.stride(-1) == 1 else x.contiguous())
+        fields += (kept[-1].data_ptr(), *(*kept[-1].stride(), 0)[:3])
+    problem = (ctypes.c_int64 * len(fields))(*fields)
+    if getattr(library(query.dtype), function)(problem):
+        raise MemoryError(f"no memory for the buffers of linear attention with {m} features")
 
 
 def _empty_rows_like(x: Tensor) -> Tensor:
@@ -98,25 +92,13 @@ def attend(
         b h n, 1 / normalizer b h n, and the states before each chunk, as native.c lays them out.
     """
     outputs = _attend_shapes(query, key, value, query_turn, key_turn, log_scale, kv, key_sum, scale, divides, saves)
-    out, last_kv, last_key_sum, top, inverse, saved = outputs
-    tensors = {
-        "query": _last_contiguous(query),
-        "key": _last_contiguous(key),
-        "value": _last_contiguous(value),
-        "query_turn": query_turn,
-        "key_turn": key_turn,
-        "log_scale": log_scale,
-        "kv": kv.contiguous(),
-        "key_sum": key_sum.contiguous(),
-        "scale": scale.contiguous(),
-        "out": out,
-        "top": top,
-        "inverse": inverse,
-        "last_kv": last_kv,
-        "last_key_sum": last_key_sum,
-        "saved": saved if saves else None,
-    }
-    _call("forward", query.dtype, _numbers(query, value, query_turn, log_scale is not None, divides), tensors)
+    _call(
+        "forward",
+        divides,
+        **{"query": query, "key": key, "value": value, "query_turn": query_turn, "key_turn": key_turn},
+        **{"log_scale": log_scale, "kv": kv, "key_sum": key_sum, "scale": scale},
+        **dict(zip(_OUTPUTS, outputs, strict=True)),
+    )
     return outputs
 
 
@@ -161,24 +143,14 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of :func:`attend` for query, key, value, kv and key_sum."""
     grads = _backward_shapes(query, key, value)
-    tensors = {
-        "query": _last_contiguous(query),
-        "key": _last_contiguous(key),
-        "value": _last_contiguous(value),
-        "query_turn": query_turn,
-        "key_turn": key_turn,
-        "log_scale": log_scale,
-        "scale": scale.contiguous(),
-        "out": _last_contiguous(out),
-        "top": top,
-        "inverse": inverse,
-        "saved": saved,
-        "grad_out": _last_contiguous(grad_out),
-        **dict(zip(("grad_query", "grad_key", "grad_value", "grad_kv", "grad_key_sum"), grads, strict=True)),
-        "grad_last_kv": None if grad_last_kv is None else grad_last_kv.contiguous(),
-        "grad_last_key_sum": None if grad_last_key_sum is None else grad_last_key_sum.contiguous(),
-    }
-    _call("backward", query.dtype, _numbers(query, value, query_turn, log_scale is not None, divides), tensors)
+    _call(
+        "backward",
+        divides,
+        **{"query": query, "key": key, "value": value, "query_turn": query_turn, "key_turn": key_turn},
+        **{"log_scale": log_scale, "scale": scale, "out": out, "top": top, "inverse": inverse, "saved": saved},
+        **{"grad_out": grad_out, "grad_last_kv": grad_last_kv, "grad_last_key_sum": grad_last_key_sum},
+        **dict(zip(_GRADIENTS, grads, strict=True)),
+    )
     return grads
 
 
