@@ -1,6 +1,7 @@
 """The C kernel: that it is built where it can be, gives way where it cannot, and touches no memory that is not its own."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from linrope import Rotary, State, linear_attention, stream_linear_attention
 from linrope.attention.backends import choose
 from linrope.attention.build import SOURCE, cache_folder
-from linrope.attention.native import CHUNK, attend
+from linrope.attention.native import _TENSORS, CHUNK, attend
 from tests.cases import randn
 
 TRY = """
@@ -119,6 +120,13 @@ def test_the_cache_is_the_users_own(monkeypatch, tmp_path):
 
 def test_the_source_is_in_the_package_and_agrees_on_the_chunk():
     assert f"CHUNK = {CHUNK}," in SOURCE.read_text()
+
+
+def test_python_and_c_agree_on_the_order_of_tensors():
+    (fields,) = re.findall(r"struct \{\n((?: +tensor .*\n)+) +\};\n +tensor all\[(?:\d+)\]", SOURCE.read_text())
+    names = [name for line in re.findall(r"tensor (.*);", fields) for name in line.split(", ")]
+    assert tuple(names) == _TENSORS
+    assert f"tensor all[{len(names)}]" in SOURCE.read_text()
 
 
 def arguments(scaled: bool, turned: bool, divides: bool = True):
