@@ -77,7 +77,9 @@ def turn_pairs(
         turned = torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1)
     else:  # one complex product: a fifth of the time of four real ones on a CPU
         factor = torch.view_as_complex(turns)
-        turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * (factor.conj() if back else factor))
+        pairs = pairs.contiguous()
+        pairs = pairs.clone() if pairs.storage_offset() % 2 else pairs  # complex numbers begin at even places
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * (factor.conj() if back else factor))
     return _with_the_rest(turned.flatten(-2), x)
 
 
@@ -187,7 +189,7 @@ class Rotary(nn.Module):
     def turns(
         self, features: Float[Tensor, "b h n m"], positions: Int[Tensor, "*b n"] | None = None
     ) -> Float[Tensor, "#b 1 n w"]:
-        """Cosine and sine of the angle of each pair in turn, for those w of the m features that turn.
+        """Cosine and sine of the angle of each pair in turn, for those w of the m features that turn; not to be written to.
 
         Raises:
             ValueError: As :func:`rotate`.

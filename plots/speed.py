@@ -36,10 +36,15 @@ def draw(path: str | Path, path_stem: str | Path) -> tuple[Path, Path]:
 
     try:
         content = json.loads(Path(path).read_text())
-        rows = [row for row in content["rows"] if row["section"] == "growth"]
-        where = content["environment"]
+        where = {name: str(content["environment"][name]) for name in ("device", "threads", "torch")}
+        rows = [
+            {"contender": str(row["contender"]), "n": int(row["n"])}
+            | {key: float(row[key]) for key in ("seconds", "memory") if row.get(key) is not None}
+            for row in content["rows"]
+            if row["section"] == "growth"
+        ]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: not what tasks.speed writes ({error})") from None
+        raise ValueError(f"{path}: not what tasks.speed writes ({type(error).__name__}: {error})") from None
     if not rows:
         raise ValueError(f"{path}: no lengths were measured there")
     names = list(dict.fromkeys(row["contender"] for row in rows if row["contender"] != _LIMIT))
@@ -50,7 +55,7 @@ def draw(path: str | Path, path_stem: str | Path) -> tuple[Path, Path]:
             figure.subplots(1, 2), ("seconds", "memory"), (1e-3, 1e6), ("time, ms", "peak memory, MB"), strict=True
         ):
             for name in (_LIMIT, *names):
-                points = [(r["n"], r[key] / unit) for r in rows if r["contender"] == name and r[key]]
+                points = [(r["n"], r[key] / unit) for r in rows if r["contender"] == name and r.get(key)]
                 if not points:
                     continue
                 if name == _LIMIT:

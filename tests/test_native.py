@@ -40,7 +40,14 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def script(path: Path, body: str) -> str:
+    """An executable that plays compiler."""
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "'unclosed"])
 def test_without_a_working_compiler_torch_takes_over_and_says_so_once(tmp_path, compiler):
     done = python(TRY.format(names="'auto', 'reference', 'auto'"), CC=compiler, LINROPE_CACHE=str(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -67,11 +74,35 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
     assert "set LINROPE_CACHE" in done.stderr
 
 
+def test_a_compiler_that_says_strange_things_is_still_a_compiler(tmp_path):
+    noisy = script(tmp_path / "noisy", "printf '\\377\\376' >&2; exec cc \"$@\"")
+    done = python(TRY.format(names="'native', 'reference'"), CC=noisy, LINROPE_CACHE=str(tmp_path / "a b"))
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_compiler_without_openmp_builds_for_one_thread(tmp_path):
+    plain = script(
+        tmp_path / "plain", 'case "$*" in *-fopenmp*) echo "error: no OpenMP" >&2; exit 1;; esac; exec cc "$@"'
+    )
+    done = python(TRY.format(names="'native', 'reference'"), CC=plain, LINROPE_CACHE=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_was_linked_must_be_the_kernel(tmp_path):
+    other = script(tmp_path / "other", 'case "$*" in *-shared*) for x in "$@"; do [ "$last" = -o ] && out=$x; last=$x; done; '
+                   'echo "int nothing;" | cc -shared -x c - -o "$out"; exit;; esac; exec cc "$@"')  # fmt: skip
+    done = python(TRY.format(names="'auto', 'reference'"), CC=other, LINROPE_CACHE=str(tmp_path))
+    assert "chosen chunked" in done.stdout
+    assert "undefined symbol: forward" in done.stderr
+
+
 @pytest.mark.parametrize("name", ["native", "chunked", "reference"])
 def test_the_environment_forces_a_backend(name, monkeypatch):
     monkeypatch.setenv("LINROPE_BACKEND", name)
     assert choose("auto", torch.float32, "cpu") == name
     assert choose("chunked", torch.float32, "cpu") == "chunked"
+    monkeypatch.setenv("LINROPE_BACKEND", "")
+    assert choose("auto", torch.float32, "cpu") == "native"
 
 
 def test_an_unknown_backend_is_refused(monkeypatch):
@@ -105,9 +136,11 @@ def test_a_kernel_is_built_once_by_many_processes_and_then_kept(tmp_path):
     before = built.stat().st_mtime_ns
     assert python(code, LINROPE_CACHE=str(tmp_path)).returncode == 0
     assert built.stat().st_mtime_ns == before
-    built.write_text("no library")  # damaged: built anew
-    assert python(code, LINROPE_CACHE=str(tmp_path)).returncode == 0
-    assert built.stat().st_size > 1000
+    whole = built.read_bytes()
+    for damaged in (b"no library", whole[:8000], whole + b"x"):  # code that is cut short would take the process down
+        built.write_bytes(damaged)
+        assert python(code, LINROPE_CACHE=str(tmp_path)).returncode == 0
+        assert built.read_bytes() == whole
 
 
 def test_the_cache_is_the_users_own(monkeypatch, tmp_path):
@@ -116,6 +149,11 @@ def test_the_cache_is_the_users_own(monkeypatch, tmp_path):
     assert cache_folder() == tmp_path / "linrope"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_folder() == Path.home() / ".cache" / "linrope"
+    monkeypatch.setenv("LINROPE_CACHE", "~/here")
+    assert cache_folder() == Path.home() / "here"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LINROPE_CACHE", ".")
+    assert cache_folder() == tmp_path
 
 
 def test_the_source_is_in_the_package_and_agrees_on_the_chunk():
@@ -155,6 +193,86 @@ def test_twice_differentiated_is_refused():
         (grad,) = torch.autograd.grad(output.sum(), query, create_graph=True)
         with pytest.raises(RuntimeError):
             grad.sum().backward()
+
+
+fast = pytest.mark.parametrize("backend", ["native", "chunked"])
+
+
+@fast
+@pytest.mark.parametrize("name", ["kv", "key_sum", "position", "log_scale"])
+def test_a_state_of_other_shapes_is_refused(backend, name):
+    x = torch.rand(2, 3, 5, 4)
+    _, state = stream_linear_attention(x, x, x, backend=backend)
+    for wrong in (getattr(state, name)[:1], getattr(state, name)[..., None]):
+        with pytest.raises(ValueError, match=rf"state\.{name} must be \("):
+            stream_linear_attention(x, x, x, state._replace(**{name: wrong}), backend=backend)
+
+
+@fast
+def test_forward_mode_is_refused_and_not_silently_zero(backend):
+    x = torch.rand(1, 1, 4, 2)
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        torch.func.jvp(lambda v: linear_attention(x, x, v, backend=backend), (x,), (x,))
+
+
+@fast
+def test_inputs_that_overlap_themselves(backend):
+    x = torch.rand(1, 1, 109).unfold(-1, 70, 1).requires_grad_()  # (1, 1, 40, 70), two strides of 1
+    for role in range(3):
+        inputs = [torch.rand(1, 1, 40, 70) for _ in range(3)]
+        inputs[role] = x
+        output, expected = (linear_attention(*inputs, backend=name) for name in (backend, "reference"))
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+        grad, wanted = (torch.autograd.grad(y.square().sum(), x)[0] for y in (output, expected))
+        torch.testing.assert_close(grad, wanted, rtol=1e-3, atol=1e-4)
+
+
+@fast
+def test_backward_within_autocast(backend):
+    x = torch.rand(1, 1, 8, 4).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        linear_attention(x, x, x, backend=backend).square().sum().backward()
+    inside, x.grad = x.grad, None
+    linear_attention(x, x, x, backend="reference").square().sum().backward()
+    torch.testing.assert_close(inside, x.grad, rtol=1e-4, atol=1e-5)
+
+
+class TwiceAsFast(Rotary):
+    """A rotation of its own, in the guise of another."""
+
+    def forward(self, features, positions=None):
+        return super().forward(features, 2 * torch.arange(features.shape[2]) if positions is None else 2 * positions)
+
+
+@fast
+def test_a_rotation_that_derives_from_rotary_is_itself(backend):
+    query, key, value = (randn(1, 2, 40, 4).abs() for _ in range(3))
+    output, expected = (
+        linear_attention(query, key, value, rotary=TwiceAsFast(), backend=name) for name in (backend, "reference")
+    )
+    torch.testing.assert_close(output, expected)
+
+
+@fast
+@pytest.mark.parametrize("scaled", [False, True])
+def test_training_goes_on_from_a_state_of_inference(backend, scaled):
+    x, c = torch.rand(1, 1, 5, 4), torch.rand(1, 1, 5) if scaled else None
+    with torch.inference_mode():
+        _, state = stream_linear_attention(x, x, x, backend=backend, key_log_scale=c)
+    y = torch.rand(1, 1, 5, 4).requires_grad_()
+    output, _ = stream_linear_attention(y, y, y, state, backend=backend, key_log_scale=c)
+    output.sum().backward()
+    inside, y.grad = y.grad, None
+    stream_linear_attention(y, y, y, state, backend="reference", key_log_scale=c)[0].sum().backward()
+    torch.testing.assert_close(inside, y.grad, rtol=1e-4, atol=1e-5)
+
+
+@fast
+def test_a_log_scale_of_the_state_has_no_gradient(backend):
+    x, c = torch.rand(1, 1, 5, 4), torch.rand(1, 1, 5, requires_grad=True)
+    _, state = stream_linear_attention(x, x, x, backend=backend, key_log_scale=c)
+    state = state._replace(kv=state.kv.detach(), key_sum=state.key_sum.detach(), log_scale=c[..., 0])
+    stream_linear_attention(x, x, x, state, backend=backend, key_log_scale=c.detach())
 
 
 @pytest.mark.parametrize("backend", ["native", "chunked"])

@@ -289,3 +289,8 @@ def test_turns_made_by_a_fake_mode_do_not_outlive_it():
     assert torch.equal(Rotary()(x), Rotary()(x, torch.arange(12)))
     with FakeTensorMode():
         assert Rotary()(torch.randn(1, 1, 12, 6)).shape == (1, 1, 12, 6)
+
+
+def test_features_may_begin_anywhere_in_memory():
+    x = torch.randn(9)[1:].view(1, 1, 2, 4)
+    assert torch.equal(Rotary()(x), Rotary()(x.clone()))

@@ -183,7 +183,11 @@ def test_what_is_left_holds_every_figure(tmp_path):
     [
         ("", "not what tasks.speed writes"),
         ("{}", "not what tasks.speed writes"),
-        ('{"rows": [], "environment": {}}', "no lengths"),
+        ('{"rows": [], "environment": {"device": 1, "threads": 1, "torch": 1}}', "no lengths"),
+        (
+            '{"rows": [{"section": "growth", "n": 1}], "environment": {"device": 1, "threads": 1, "torch": 1}}',
+            "KeyError",
+        ),
     ],
 )
 def test_a_file_that_holds_nothing_to_draw_is_named(tmp_path, capsys, content, said):
@@ -209,6 +213,19 @@ def test_the_command_measures_and_leaves_files(tmp_path, capsys):
     assert rows[1]["ratio"] == pytest.approx(rows[1]["seconds"] / rows[0]["seconds"])
 
 
-def test_a_device_that_is_not_there_is_one_line(capsys):
-    assert speed.main(["--device", "no-such-device"]) == 2
-    assert capsys.readouterr().err.startswith("error: --device no-such-device:")
+@pytest.mark.parametrize("device", ["no-such-device", "meta"])
+def test_a_device_that_cannot_be_measured_is_one_line(capsys, device):
+    assert speed.main(["--device", device]) == 2
+    assert capsys.readouterr().err.startswith(f"error: --device {device}:")
+
+
+@pytest.mark.parametrize("out", ["", "/", ".."])
+def test_where_nothing_can_be_left_nothing_is_measured(capsys, out):
+    assert speed.main(["--device", "cpu", "--out", out]) == 2
+    assert capsys.readouterr().err.startswith("error: --out must end in a name")
+
+
+def test_a_folder_that_cannot_be_made_is_named_first(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert speed.main(["--device", "cpu", "--out", str(tmp_path / "file" / "speed")]) == 2
+    assert str(tmp_path / "file") in capsys.readouterr().err

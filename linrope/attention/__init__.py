@@ -11,7 +11,7 @@ from linrope.attention.chunked import chunked
 from linrope.attention.inputs import Inputs, Normalizer, Rotation, check, check_positions, compute_dtype, prepare
 from linrope.attention.noncausal import noncausal
 from linrope.attention.reference import reference
-from linrope.attention.state import State, empty_state, rms_norm
+from linrope.attention.state import State, check_state, empty_state, rms_norm
 from linrope.precision import full_precision
 
 __all__ = ["Backend", "Normalizer", "State", "linear_attention", "stream_linear_attention"]
@@ -139,17 +139,14 @@ def stream_linear_attention(
         ValueError: As in :func:`linear_attention`, or the state is of other shapes.
     """
     check(query_features, key_features, value, key_mask, chunk_size, key_log_scale, normalizer)
-    b, h, n, m = query_features.shape
+    b, _, n, _ = query_features.shape
     if key_features.shape[2] != n:
         raise ValueError(f"streaming needs as many keys as queries, got {key_features.shape[2]} keys and {n} queries")
     with full_precision(query_features.device):
         dtype = compute_dtype(query_features, key_features, value)
         if state is None:
             state = empty_state(query_features.to(dtype), value, has_log_scale=key_log_scale is not None)
-        if state.kv.shape != (b, h, m, value.shape[-1]):
-            raise ValueError(
-                f"state.kv must be (b, h, m, e) = {(b, h, m, value.shape[-1])}, got {tuple(state.kv.shape)}"
-            )
+        check_state(state, query_features, value)
         if query_positions is None:
             query_positions = state.position[:, None] + torch.arange(n, device=state.position.device)
         if key_positions is None:

@@ -22,8 +22,8 @@ def choose(backend: str, dtype: torch.dtype, device_type: str) -> Backend:
         RuntimeError: "native" is asked for and cannot be had; the message says why.
     """
     named = f"backend must be {' or '.join(map(repr, get_args(Backend)))}, got {backend!r}"
-    if backend == "auto" and "LINROPE_BACKEND" in os.environ:
-        backend = os.environ["LINROPE_BACKEND"]
+    if backend == "auto" and (forced := os.environ.get("LINROPE_BACKEND")):
+        backend = forced
         named = f"LINROPE_BACKEND must be {' or '.join(get_args(Backend))}, got {backend!r}"
     if backend not in get_args(Backend):
         raise ValueError(named)

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from linrope.attention.inputs import Inputs
 from linrope.attention.state import State
+from linrope.precision import full_precision
 from linrope.rotary import turn_pairs
 
 
@@ -94,6 +95,11 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, grad_kv: Tensor, grad_key_sum: Tensor, _: Tensor) -> tuple[Any, ...]:
+        with full_precision(grad_output.device):
+            return _Chunked._backward(ctx, grad_output, grad_kv, grad_key_sum)
+
+    @staticmethod
+    def _backward(ctx: Any, grad_output: Tensor, grad_kv: Tensor, grad_key_sum: Tensor) -> tuple[Any, ...]:
         query_turn, key_turn, q, k, rq, rk, v, states, key_sums, scores, inverse, output, *weights = ctx.saved_tensors
         weights = _Weights(*weights) if weights else None
         rotates = ctx.separate or query_turn is not None

@@ -52,12 +52,14 @@ class Inputs(NamedTuple):
         """Cosine and sine of each pair in turn, for queries and for keys; None where the rotation is no :class:`Rotary`
         of interleaved pairs.
         """
-        if not isinstance(self.rotary, Rotary) or self.rotary.pairing != "interleaved":
+        rotary = self.rotary
+        # A subclass may turn otherwise.
+        if not isinstance(rotary, Rotary) or type(rotary) is not Rotary or rotary.pairing != "interleaved":
             return None
-        query_turn = self.rotary.turns(self.query, self.query_positions)
+        query_turn = rotary.turns(self.query, self.query_positions)
         if self.key_positions is self.query_positions and self.key.shape[2] == self.query.shape[2]:
             return query_turn, query_turn
-        return query_turn, self.rotary.turns(self.key, self.key_positions)
+        return query_turn, rotary.turns(self.key, self.key_positions)
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:

@@ -51,8 +51,9 @@ def _call(function: str, divides: bool, query: Tensor, value: Tensor, **others: 
 
 
 def _empty_rows_like(x: Tensor) -> Tensor:
-    """Memory laid out as that of ``x``, but with the last axis contiguous."""
-    return torch.empty_like(x, memory_format=torch.preserve_format if x.stride(-1) == 1 else torch.contiguous_format)
+    """Memory laid out as that of ``x`` if its last axis is contiguous then, which C relies on."""
+    empty = torch.empty_like(x)
+    return empty if empty.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 # ---- the operators that torch sees ----
@@ -165,7 +166,10 @@ def _save(ctx, inputs, output):
     query, key, value, query_turn, key_turn, log_scale, _, _, scale, ctx.divides, saves = inputs
     out, _, _, top, inverse, saved = output
     if not saves:
-        raise RuntimeError("linrope::attend was called with saves=False, and cannot be differentiated")
+        raise RuntimeError(
+            "this call of the native backend cannot be differentiated: torch.func's transforms, and graphs exported "
+            "without gradients, need backend='reference' or 'chunked'"
+        )
     ctx.save_for_backward(query, key, value, query_turn, key_turn, log_scale, scale, out, top, inverse, saved)
 
 
@@ -216,7 +220,11 @@ def _native(
     query_turn, key_turn = (None, None) if turns is None else (x.expand(*query.shape[:2], -1, -1) for x in turns)
     tensors = [x for x in (query, key, value, log_scale, state.kv, state.key_sum) if x is not None]
     saves = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if torch.autograd.forward_ad._current_level >= 0:  # torch takes an operator without a rule for constant
+        raise NotImplementedError("the native backend knows no forward-mode gradients; use backend='reference'")
+    # A log-scale has no gradient, and cloned it can be saved even where it comes from inference mode.
+    scale = state.log_scale.detach().clone()
     out, kv, key_sum, top, *_ = attend(
-        *(query, key, value, query_turn, key_turn, log_scale, state.kv, state.key_sum, state.log_scale), divides, saves
+        *(query, key, value, query_turn, key_turn, log_scale, state.kv, state.key_sum, scale), divides, saves
     )
-    return out, State(kv, key_sum, state.position, state.log_scale if log_scale is None else top[..., -1])
+    return out, State(kv, key_sum, state.position, scale if log_scale is None else top[..., -1])

@@ -42,6 +42,17 @@ def empty_state(
     )
 
 
+def check_state(state: State, query_features: Float[Tensor, "b h n m"], value: Float[Tensor, "b h n e"]) -> None:
+    """Refuse a state that does not belong to such features and values."""
+    (b, h, _, m), e = query_features.shape, value.shape[-1]
+    expected = {"kv": (b, h, m, e), "key_sum": (b, h, m), "position": (b,), "log_scale": (b, h)}
+    names = {"kv": "(b, h, m, e)", "key_sum": "(b, h, m)", "position": "(b,)", "log_scale": "(b, h)"}
+    for name, shape in expected.items():
+        found = tuple(getattr(state, name).shape)
+        if found != shape:
+            raise ValueError(f"state.{name} must be {names[name]} = {shape}, got {found}")
+
+
 def divide(numerator: Float[Tensor, "b h n e"], normalizer: Float[Tensor, "b h n"]) -> Float[Tensor, "b h n e"]:
     """numerator / normalizer, and 0 where there is nothing to attend to (the normalizer is 0)."""
     # Below the smallest normal number a reciprocal overflows, and its gradient with it.

@@ -11,6 +11,7 @@ import argparse
 import csv
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields
@@ -47,10 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION")
     options: Any = parser.parse_args(arguments)
     try:
-        device = torch.device(options.device)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        print(f"error: --device {options.device}: {str(error).splitlines()[0]}", file=sys.stderr)
+        device, stem = _device(options.device), _stem(options.out)
+    except ValueError as error:  # now, not after ten minutes
+        print(f"error: {error}", file=sys.stderr)
         return 2
     keep_freed_memory()
     console = Console(width=None if sys.stdout.isatty() else 130, highlight=False)
@@ -64,12 +64,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(table(section, measured))
         rows += measured
     try:
-        for path in write(rows, where, Path(options.out)):
+        for path in write(rows, where, stem):
             print(path)
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {name}: {str(error).splitlines()[0]}") from None
+    if device.type == "meta":
+        raise ValueError("--device meta: it computes nothing")
+    return device
+
+
+def _stem(out: str) -> Path:
+    stem = Path(out)
+    if stem.name in ("", ".."):
+        raise ValueError(f"--out must end in a name, got {out!r}")
+    try:
+        stem.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {out}: {error}") from None
+    if not os.access(stem.parent, os.W_OK):
+        raise ValueError(f"--out {out}: {stem.parent} cannot be written to")
+    return stem
 
 
 def write(rows: Sequence[Row], where: dict[str, Any], stem: Path) -> list[Path]:
