@@ -51,17 +51,11 @@ class _EluPlusOne(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
         ctx.save_for_backward(output)
-        ctx.save_for_forward(output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (features,) = ctx.saved_tensors
         return grad * features.clamp(max=1)
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
-        (features,) = ctx.saved_tensors
-        return tangent * features.clamp(max=1)
 
 
 class ReLU(FeatureMap):
