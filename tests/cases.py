@@ -15,6 +15,7 @@ from torch import Tensor
 import linrope
 from linrope import DPFP, T2R, CosFormer, FavorPlus, FeatureMap, LogFeatureMap, OnePlusCosine, Rotary, linear_attention
 from linrope.attention import RMS_EPSILON, Backend, Normalizer
+from linrope.attention.backends import why_not
 
 # Every concrete map that linrope exports: one exported tomorrow is covered tomorrow.
 EXPORTED: dict[str, Callable[[int], FeatureMap]] = {
@@ -45,9 +46,16 @@ class Path(NamedTuple):
     options: dict[str, Any]
 
 
+def has_compiler() -> bool:
+    """Whether there is a C compiler; one that fails to build the kernel is no reason to leave it untested."""
+    return "no C compiler" not in (why_not(torch.float32) or "")
+
+
 def _paths() -> list[Path]:
     paths = []
     for backend in get_args(Backend):
+        if backend == "native" and not has_compiler():
+            continue
         for size in CHUNK_SIZES if backend == "chunked" else (None,):
             name = backend if size is None else f"{backend}-{size}"
             paths.append(Path(name, True, {"backend": backend, "chunk_size": size}))

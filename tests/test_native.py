@@ -15,7 +15,9 @@ from linrope import Rotary, State, linear_attention, stream_linear_attention
 from linrope.attention.backends import choose
 from linrope.attention.build import SOURCE, cache_folder
 from linrope.attention.native import _TENSORS, CHUNK, attend
-from tests.cases import randn
+from tests.cases import has_compiler, randn
+
+pytestmark = pytest.mark.skipif(not has_compiler(), reason="no C compiler: set CC to name one")
 
 TRY = """
 import torch

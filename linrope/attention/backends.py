@@ -28,9 +28,9 @@ def choose(backend: str, dtype: torch.dtype, device_type: str) -> Backend:
     if backend not in get_args(Backend):
         raise ValueError(named)
     if backend == "native":
-        why_not = _why_not(dtype) if device_type == "cpu" else f"it is for the CPU, the tensors are on {device_type}"
-        if why_not:
-            raise RuntimeError(f"the native backend cannot be had: {why_not}")
+        reason = why_not(dtype) if device_type == "cpu" else f"it is for the CPU, the tensors are on {device_type}"
+        if reason:
+            raise RuntimeError(f"the native backend cannot be had: {reason}")
     if backend == "auto":
         return "native" if device_type == "cpu" and _is_there(dtype) else "chunked"
     return cast(Backend, backend)
@@ -41,7 +41,7 @@ choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
-def _why_not(dtype: torch.dtype) -> str | None:
+def why_not(dtype: torch.dtype) -> str | None:
     """Why there is no native kernel for ``dtype``; None if there is one, built at the first call."""
     try:
         library(dtype)
@@ -53,6 +53,7 @@ def _why_not(dtype: torch.dtype) -> str | None:
 @cache
 def _is_there(dtype: torch.dtype) -> bool:
     """Whether there is a native kernel for ``dtype``; says so, once, if not."""
-    if why_not := _why_not(dtype):
-        warnings.warn(f"linrope computes with plain torch ('chunked'), for {why_not}", stacklevel=2)
-    return why_not is None
+    reason = why_not(dtype)
+    if reason:
+        warnings.warn(f"linrope computes with plain torch ('chunked'), for {reason}", stacklevel=2)
+    return reason is None
