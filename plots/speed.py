@@ -50,7 +50,7 @@ def draw(path: str | Path, path_stem: str | Path) -> tuple[Path, Path]:
     names = list(dict.fromkeys(row["contender"] for row in rows if row["contender"] != _LIMIT))
     looks = styles([f"layer, {name}" for name in names])
     with matplotlib.rc_context(PAPER):
-        figure = Figure(figsize=(8.4, 3.6), layout="constrained")
+        figure = Figure(figsize=(8.4, 3.8), layout="constrained")
         for axis, key, unit, title in zip(
             figure.subplots(1, 2), ("seconds", "memory"), (1e-3, 1e6), ("time, ms", "peak memory, MB"), strict=True
         ):
@@ -72,9 +72,10 @@ def draw(path: str | Path, path_stem: str | Path) -> tuple[Path, Path]:
             axis.minorticks_off()
             axis.grid(True)
             axis.title.set(fontsize=9, color=INK)
-        figure.axes[0].legend(frameon=False, fontsize=8, loc="upper left")
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, frameon=False, fontsize=8, loc="outside lower center", ncols=len(labels))
         figure.suptitle(
-            f"One layer, d 256, 4 heads, forward and backward: {where['device']}, {where['threads']} threads, "
+            f"One layer, d 256, 4 heads, elu + 1 or softmax, forward and backward: {where['device']}, {where['threads']} thread(s), "
             f"torch {where['torch']}",
             fontsize=9,
             color=INK,

@@ -174,7 +174,7 @@ def test_what_is_left_holds_every_figure(tmp_path):
     with paths[0].open() as file:
         assert [row["memory"] for row in csv.DictReader(file)] == ["", "4000000", "8000000"]
     assert "1,024" not in (svg := paths[3].read_text())
-    for words in ("linear", "tokens", "peak memory, MB", "cpu, 2 threads, torch 2"):
+    for words in ("linear", "tokens", "peak memory, MB", "cpu, 2 thread(s), torch 2"):
         assert words in svg
 
 
@@ -200,7 +200,7 @@ def test_a_file_that_holds_nothing_to_draw_is_named(tmp_path, capsys, content, s
 
 def test_the_table_leaves_out_what_nobody_has():
     grid = speed.table("growth", ROWS)
-    assert [column.header for column in grid.columns] == ["case", "", "all", "a token", "time / linear", "memory"]
+    assert [column.header for column in grid.columns] == ["case", "", "total", "a token", "time / linear", "memory"]
     assert [str(cell) for cell in grid.columns[3].cells] == ["1.95 µs", "3.91 µs", "3.91 µs"]
 
 

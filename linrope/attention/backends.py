@@ -55,5 +55,5 @@ def _is_there(dtype: torch.dtype) -> bool:
     """Whether there is a native kernel for ``dtype``; says so, once, if not."""
     reason = why_not(dtype)
     if reason:
-        warnings.warn(f"linrope computes with plain torch ('chunked'), for {reason}", stacklevel=2)
+        warnings.warn(f"linrope computes with plain torch ('chunked'), for {reason}", stacklevel=4)
     return reason is None

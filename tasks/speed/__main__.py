@@ -39,6 +39,15 @@ SECTIONS: dict[str, Callable[[torch.device, bool], Iterable[Row]]] = {
 }
 
 
+TITLES = {
+    "attention": "attention: forward, and total with backward, float32; b batch, h heads, n tokens, m features, e values",
+    "training": "training: one step with AdamW, float32; memory: what the step adds to the peak",
+    "streaming": "streaming: one token more in one layer; memory: of the state",
+    "growth": "growth: one layer, d 256, 4 heads, forward, and total with backward; memory: what they add to the peak",
+    "import": "import",
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure from the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tasks.speed", description=(__doc__ or "").splitlines()[0])
@@ -56,11 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 130, highlight=False)
     where = environment(device)
     console.print(
-        f"torch {where['torch']}, {where['threads']} threads, {where['device']}, linrope {where['code_version']}"
+        f"torch {where['torch']}, {where['threads']} thread(s), {where['device']}, linrope {where['code_version']}"
     )
     rows: list[Row] = []
     for section in options.only:
-        measured = list(SECTIONS[section](device, options.quick))
+        with console.status(f"measuring: {section}"):
+            measured = list(SECTIONS[section](device, options.quick))
         console.print(table(section, measured))
         rows += measured
     try:
@@ -118,7 +128,7 @@ def table(section: str, rows: Sequence[Row]) -> Table:
         "case": lambda row: row.case,
         "": lambda row: row.contender,
         "forward": lambda row: _seconds(row.forward),
-        "all": lambda row: _seconds(row.seconds),
+        "total": lambda row: _seconds(row.seconds),
         "a token": lambda row: _seconds(row.seconds / row.n if section == "growth" and row.seconds and row.n else None),
         "tokens/s": lambda row: "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
         "of limit": lambda row: "" if row.limit_share is None else f"{row.limit_share:.0%}",
@@ -126,7 +136,7 @@ def table(section: str, rows: Sequence[Row]) -> Table:
         "memory": lambda row: "" if row.memory is None else f"{row.memory / 1e6:,.2f} MB",
         "note": lambda row: row.note,
     }
-    grid = Table(title=section, title_justify="left", pad_edge=False, box=None)
+    grid = Table(title=TITLES[section], title_justify="left", pad_edge=False, box=None)
     shown = {name: column for name, column in columns.items() if any(column(row) for row in rows)}
     for name in shown:
         grid.add_column(name, justify="left" if name in ("case", "", "note") else "right", overflow="fold")
