@@ -14,10 +14,10 @@ from rich.console import Console
 
 from plots.loss_curves import draw
 from plots.runs import find_runs
-from tasks import compare as module
-from tasks.compare import main
-from tasks.plan import PlanError, read_plan, slug
-from tasks.progress import Latest, latest
+from tasks.compare import __main__ as module
+from tasks.compare.__main__ import main
+from tasks.compare.plan import PlanError, read_plan, slug
+from tasks.compare.progress import Latest, latest
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -265,9 +265,7 @@ def test_names_with_markup_are_shown_as_they_are(bench, capsys):
 @pytest.mark.parametrize("how", ["int", "term", "many", "terminal"])
 def test_an_interrupt_stops_the_child_and_says_how_to_go_on(bench, how):
     (bench / "configs/low.yaml").write_text("{effect: -0.2, sleep: 60}")
-    code = (
-        "import sys; from tasks.compare import main; sys.exit(main(sys.argv[1:], command=(sys.executable, 'fake.py')))"
-    )
+    code = "import sys; from tasks.compare.__main__ import main; sys.exit(main(sys.argv[1:], command=(sys.executable, 'fake.py')))"
     process = subprocess.Popen(
         [sys.executable, "-c", code, "configs/test.yaml"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tasks.compare.plan import read_plan
 from tasks.enwik8.__main__ import main
-from tasks.plan import read_plan
 from tests.cases import EXPORTED
 
 ROOT = Path(__file__).parents[1]

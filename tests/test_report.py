@@ -8,8 +8,8 @@ import pytest
 
 from plots.loss_curves import draw
 from plots.runs import find_runs
-from tasks.report import facts, verdict, warnings, write_report
-from tasks.summary import summarize
+from tasks.compare.report import facts, verdict, warnings, write_report
+from tasks.compare.summary import summarize
 from tests.synthetic import make_run
 
 NASTY = '<script>alert("x")</script> & co'

@@ -11,7 +11,15 @@ from rich.console import Console
 from scipy import stats
 
 from plots.runs import find_runs, read_run
-from tasks.summary import cells, first_at_or_below, paired_difference, print_table, summarize, unfinished, write_summary
+from tasks.compare.summary import (
+    cells,
+    first_at_or_below,
+    paired_difference,
+    print_table,
+    summarize,
+    unfinished,
+    write_summary,
+)
 from tests.synthetic import make_run
 
 BASE = {0: 3.00, 1: 3.20, 2: 3.10}

@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from plots.files import write_whole
 from plots.runs import Run
-from tasks.summary import HEADINGS, Row, cells
+from tasks.compare.summary import HEADINGS, Row, cells
 
 ENOUGH_SEEDS = 3
 """With fewer paired seeds no difference is called shown: a t-test on two leaves one degree of freedom."""

@@ -26,11 +26,11 @@ from rich.markup import escape
 from plots.files import write_whole
 from plots.loss_curves import draw
 from plots.runs import Run, RunError, read_run
-from tasks.jobs import Job, check_same, jobs, recorded
-from tasks.plan import Plan, PlanError, check_flags, read_plan
-from tasks.progress import display, title
-from tasks.report import write_report
-from tasks.summary import print_table, summarize, write_summary
+from tasks.compare.jobs import Job, check_same, jobs, recorded
+from tasks.compare.plan import Plan, PlanError, check_flags, read_plan
+from tasks.compare.progress import display, title
+from tasks.compare.report import write_report
+from tasks.compare.summary import print_table, summarize, write_summary
 
 COMMAND = (sys.executable, "-m", "tasks.enwik8")
 _TICK = 0.5  # seconds between two looks at a run
@@ -128,7 +128,7 @@ def _run_all(listed: Sequence[Job], command: Sequence[str], console: Console) ->
 
 def _run(job: Job, command: Sequence[str], asked_to_stop: Sequence[int], tick: Callable[[], None]) -> int:
     """Run one training process to its end, or stop it and raise KeyboardInterrupt once a signal came."""
-    here = str(Path(__file__).resolve().parents[1])
+    here = str(Path(__file__).resolve().parents[2])
     paths = [here, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     with (job.directory / "log.txt").open("ab") as log:

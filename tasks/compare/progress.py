@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tasks.jobs import Job
+from tasks.compare.jobs import Job
 
 _QUIET_SECONDS = 30.0  # between two lines where there is no terminal
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.plan import Arm, Plan, PlanError
+from tasks.compare.plan import Arm, Plan, PlanError
 
 
 @dataclass(frozen=True)

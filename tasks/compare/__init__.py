@@ -1,0 +1,1 @@
+"""Arms × seeds: what to run, running it, and what came of it."""
