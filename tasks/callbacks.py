@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import lightning
@@ -48,6 +49,23 @@ class Randomness(Callback):
             redraw_feature_maps(pl_module, self._step)
 
 
+class Claim(Callback):
+    """Put a call's settings into the run's folder, once every process is there and has looked into it.
+
+    Args:
+        run: Where the run leaves its files.
+        settings: All of them.
+        starts_elsewhere: The call names a checkpoint to start from that is not this run's last.
+    """
+
+    def __init__(self, run: RunDirectory, settings: dict[str, Any], starts_elsewhere: bool) -> None:
+        self.run, self.settings, self.starts_elsewhere = run, settings, starts_elsewhere
+
+    def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+        if stage == "fit" and trainer.is_global_zero:
+            self.run.claim(self.settings, self.starts_elsewhere)
+
+
 class Checkpoints(Callback):
     """Keep the last checkpoint, written aside and renamed, so that a run can be interrupted at any moment.
 
@@ -88,12 +106,19 @@ class Checkpoints(Callback):
             try:
                 trainer.save_checkpoint(aside, weights_only=False)  # with the optimizer and the counters
                 if trainer.is_global_zero:
+                    _on_disk(aside)  # else a power cut after the renaming could leave neither
                     os.replace(aside, self.run.checkpoint)
             except OSError as error:
+                aside.unlink(missing_ok=True)  # the disk may be full
                 kept = self.run.last_checkpoint or "none yet"
                 raise RunError(
                     f"no checkpoint could be written at step {step} ({error}); the last good one: {kept}"
                 ) from error
+
+
+def _on_disk(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 class Recorder(Callback):
@@ -122,6 +147,16 @@ class Recorder(Callback):
     def on_train_start(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
         self._step = trainer.global_step
         self.run.metrics.rewind(self._step)
+        now, then = self._origin(trainer, pl_module), self.run.info
+        if then.get("data") not in (None, now["data"]):
+            raise RunError(
+                f"{self.run.path} was trained on other data: {_named(then['data'])} then, {_named(now['data'])} now"
+            )
+        if self._step:
+            changed = {key: [then[key], value] for key, value in now.items() if key in then and then[key] != value}
+            now["resumed"] = [*then.get("resumed", []), {"step": self._step, "changed": changed}]
+        if trainer.is_global_zero:
+            self.run.update(now | {"diverged": None})
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *args: Any) -> None:
         self._start = time.perf_counter()
@@ -149,6 +184,8 @@ class Recorder(Callback):
             "grad_norm": pl_module.grad_norm,
             "tokens_per_second": round(self._tokens / self._step_seconds, 1),
         }
+        if pl_module.max_skipped_steps:
+            row["skipped_steps"] = pl_module.skipped_steps
         self._losses, self._step_seconds = [], 0.0
         self._log(trainer, row)
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:  # so that others can follow the run
@@ -169,13 +206,16 @@ class Recorder(Callback):
         self.run.metrics.save()
 
     def on_exception(self, trainer: lightning.Trainer, pl_module: LanguageModeling, exception: BaseException) -> None:
-        """Keep the rows; say at which step a loss or gradient stopped being finite, and what is left."""
+        """Keep the rows; say where a loss or gradient stopped being finite, and what is left."""
         self.run.metrics.save()
         if isinstance(exception, NonFiniteError):
-            last = self.run.last_checkpoint
+            step, last = trainer.global_step + 1, self.run.last_checkpoint
+            if self.is_fitting and trainer.is_global_zero:
+                self.run.update({"diverged": {"step": step, "why": str(exception)}})
             exception.args = (
-                f"optimizer step {trainer.global_step + 1} of {self.run.path}: {exception}; last good checkpoint: "
-                f"{last or 'none yet'}. A lower learning rate or a tighter --trainer.gradient_clip_val may help.",
+                f"optimizer step {step} of arm {self.run.arm!r} ({self.run.path}): {exception}; last good checkpoint: "
+                f"{last or 'none yet'}. A lower learning rate or a tighter --trainer.gradient_clip_val may help; "
+                "--model.max_skipped_steps leaves such steps out.",
             )
 
     def _evaluated(self, trainer: lightning.Trainer, pl_module: LanguageModeling, key: str, split: str) -> None:
@@ -193,27 +233,39 @@ class Recorder(Callback):
         self._log(trainer, {f"{key}/loss": loss, f"{key}/bpc": bits(loss)})
         self.run.metrics.save()
         if trainer.is_global_zero:
-            self.run.update({"validation": self.result} | self._facts(trainer, pl_module))
+            self.run.update({"validation": self.result} | self._facts(pl_module))
             if not sys.stderr.isatty():  # where no bar is drawn
                 print(f"step {step} of {trainer.max_steps}: validation {bits(loss):.3f} bpc", flush=True)
 
-    def _facts(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> dict[str, Any]:
+    def _origin(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> dict[str, Any]:
+        """What it takes to make the run again."""
         corpus = trainer.datamodule.corpus  # type: ignore[attr-defined]
         return {
-            "steps": self._step,
-            "tokens": self._tokens * self._step,
-            "seconds": round(self.seconds, 3),
-            "tokens_per_second": round(self._tokens * self._step / self.seconds, 1) if self.seconds else None,
-            "parameters": sum(p.numel() for p in pl_module.network.parameters()),
-            "peak_memory_bytes": peak_memory(pl_module.device),
+            "config": self.run.config,
             "data": {"name": corpus.name, "size": corpus.size, "sha256": corpus.sha256},
             "precision": trainer.precision,
             "processes": trainer.world_size,
         } | environment(pl_module.device)
 
+    def _facts(self, pl_module: LanguageModeling) -> dict[str, Any]:
+        """How far the run has come, and at what price."""
+        return {
+            "steps": self._step,
+            "tokens": self._tokens * self._step,
+            "seconds": round(self.seconds, 3),
+            "tokens_per_second": round(self._tokens * self._step / self.seconds, 1) if self.seconds else None,
+            "skipped_steps": pl_module.skipped_steps,
+            "parameters": sum(p.numel() for p in pl_module.network.parameters()),
+            "peak_memory_bytes": peak_memory(pl_module.device),
+        }
+
     def _log(self, trainer: lightning.Trainer, row: dict[str, float]) -> None:
         for logger in trainer.loggers:
             logger.log_metrics(row, step=self._step)
+
+
+def _named(data: dict[str, Any]) -> str:
+    return f"{data.get('name')} ({data.get('size')} bytes, SHA-256 {str(data.get('sha256'))[:12]}…)"
 
 
 class ProgressBar(TQDMProgressBar):

@@ -2,41 +2,64 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from linrope.attention.backends import choose
+
+# What these are set to can change the last digits of a result.
+_VARIABLES = ("LINROPE_BACKEND", "OMP_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE")
+_LIBRARIES = ("numpy", "einops", "jsonargparse", "performer-pytorch")
+
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Versions, device, threads: what it takes to know where figures come from."""
+    """Code, libraries, device, threads and switches: what it takes to know where figures come from, and to repeat them."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    number, commit, modified = code_version()
     return {
-        "code_version": code_version(),
+        "code_version": f"{number} ({commit})" if commit else number,
+        "code_modified": modified,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "lightning": version("lightning"),
+        "libraries": {library: _installed(library) for library in _LIBRARIES},
+        "platform": platform.platform(),
         "device": f"{device.type} ({name})",
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "attention": choose("auto", torch.float32, device.type),
         "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
 
 
-def code_version() -> str:
-    """linrope's version, and the commit of this checkout, marked if files have changed since."""
-    try:
-        number = version("linrope")
-    except PackageNotFoundError:
-        number = "unknown version"
+@cache  # the code that runs is the code that was imported
+def code_version() -> tuple[str, str | None, bool | None]:
+    """linrope's version, the commit of this checkout, and whether files have changed since; None without git."""
+    number = _installed("linrope") or "unknown version"
     git = ["git", "-C", str(Path(__file__).resolve().parents[1]), "describe", "--always", "--dirty", "--exclude=*"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return number
-    return f"{number} ({commit})"
+        return number, None, None
+    return number, commit, commit.endswith("-dirty")
+
+
+def _installed(library: str) -> str | None:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None
 
 
 def peak_memory(device: torch.device) -> int:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import lightning
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 from tasks.optimizers import MuonAdamW, split_parameters
@@ -16,6 +19,10 @@ from tasks.optimizers import MuonAdamW, split_parameters
 
 class NonFiniteError(RuntimeError):
     """A loss or a gradient is infinite or NaN."""
+
+
+class _SkippedStep(Exception):
+    """This optimizer step is not taken; never leaves this module."""
 
 
 class LanguageModeling(lightning.LightningModule):
@@ -33,6 +40,8 @@ class LanguageModeling(lightning.LightningModule):
         warmup_steps: Optimizer steps until the peak.
         final_lr_fraction: Learning rate at the last step, as a fraction of the peak.
         muon: Whether Muon trains the matrices inside the network, and AdamW all else.
+        max_skipped_steps: Optimizer steps that may be left out, weights and moments untouched, because their loss or
+            gradients are not finite; the next one stops the run, as the first does by default.
     """
 
     def __init__(
@@ -44,25 +53,48 @@ class LanguageModeling(lightning.LightningModule):
         warmup_steps: int = 50,
         final_lr_fraction: float = 0.1,
         muon: bool = False,
+        max_skipped_steps: int = 0,
     ) -> None:
         super().__init__()
         self.save_hyperparameters(ignore=["network"])  # whoever knows how it was made adds that
         self.network = network
         self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, betas
         self.warmup_steps, self.final_lr_fraction, self.muon = warmup_steps, final_lr_fraction, muon
+        self.max_skipped_steps, self.skipped_steps = max_skipped_steps, 0
         self.grad_norm = math.nan
         self.scored: dict[str, tuple[float, int]] = {}
         self._states: Any = None
 
+    def configure_model(self) -> None:
+        """Shard the network, layer by layer, where the strategy shards (FSDP2: Lightning's ModelParallelStrategy)."""
+        mesh = self.device_mesh
+        if mesh is None or isinstance(next(self.network.parameters()), DTensor):  # it may be called again
+            return
+        for layers in (module for module in self.network.modules() if isinstance(module, nn.ModuleList)):
+            for layer in layers:
+                fully_shard(layer, mesh=mesh["data_parallel"])
+        fully_shard(self.network, mesh=mesh["data_parallel"])
+
     def training_step(self, tokens: Tensor, batch_index: int) -> Tensor:
         """Mean cross-entropy in nats of ``tokens[:, 1:]`` given what stands before; ``tokens`` are (b, n + 1)."""
         loss = mean_loss(self.network(tokens[:, :-1]), tokens[:, 1:])
-        if not torch.isfinite(loss):
+        if torch.isfinite(loss):
+            return loss
+        if self.max_skipped_steps == 0:
             culprit = first_non_finite_module(self.network, tokens[:, :-1])
             raise NonFiniteError(
                 f"the loss is {loss.item()}; first non-finite output: {culprit or 'none, the loss alone'}"
             )
-        return loss
+        return loss * math.nan  # spoils every gradient, so that all processes see it and skip the same step
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        """Take the step, unless its gradients are not finite and it may be skipped."""
+        try:
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        except _SkippedStep:
+            self.skipped_steps += 1
 
     def configure_gradient_clipping(
         self,
@@ -73,15 +105,28 @@ class LanguageModeling(lightning.LightningModule):
         """Clip as the trainer is told, and keep the norm from before in ``grad_norm``."""
         parameters = {name: p for name, p in self.network.named_parameters() if p.grad is not None}
         norm = nn.utils.get_total_norm([p.grad for p in parameters.values() if p.grad is not None])
-        self.grad_norm = float(norm)
+        self.grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         # A scaler for float16 skips such a step by itself and lowers its scale.
         if not math.isfinite(self.grad_norm) and self.trainer.precision != "16-mixed":
+            if self.skipped_steps < self.max_skipped_steps:
+                raise _SkippedStep
             name = next((n for n, p in parameters.items() if p.grad is not None and not p.grad.isfinite().all()), None)
-            raise NonFiniteError(f"the gradients are not finite, first that of {name or 'none, but their norm'}")
+            already = f", and {self.skipped_steps} steps were skipped already" if self.skipped_steps else ""
+            raise NonFiniteError(
+                f"the gradients are not finite, first that of {name or 'none, but their norm'}{already}"
+            )
         if gradient_clip_val and gradient_clip_algorithm in (None, "norm"):
             nn.utils.clip_grads_with_norm_(parameters.values(), gradient_clip_val, norm)
         elif gradient_clip_val:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Count on after an interruption."""
+        checkpoint["skipped_steps"] = self.skipped_steps
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """As :meth:`on_save_checkpoint`."""
+        self.skipped_steps = checkpoint.get("skipped_steps", 0)
 
     def on_validation_epoch_start(self) -> None:
         """Forget the last evaluation."""

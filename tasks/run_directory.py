@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from plots.files import write_whole
+from tasks.locks import alone
 from tasks.metrics_csv import MetricsCSV
 
 # What may change between two calls that go on with one run: it changes neither weights nor batches.
@@ -38,6 +40,15 @@ class RunDirectory:
         self.metrics = MetricsCSV(path / "metrics.csv")
 
         self.checkpoint = path / "checkpoints" / "last.ckpt"
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Let one process train in this folder at a time; a second one waits for the first, then goes on from there."""
+        return alone(self.path / ".lock", f"another process is training in {self.path}")
+
+    @property
+    def arm(self) -> str:
+        """What is varied, by the folders' names."""
+        return self.path.resolve().parts[-2]
 
     @property
     def last_checkpoint(self) -> Path | None:
@@ -79,29 +90,44 @@ class RunDirectory:
         """Merge ``facts`` into run.json; the file is whole at every moment."""
         write_whole(self.path / "run.json", json.dumps(self.info | facts, indent=2) + "\n")
 
-    def save_config(self, config: str) -> None:
-        """Keep the YAML that the run was called with.
+    def began_with(self, settings: dict[str, Any]) -> bool:
+        """Whether the run was called with these settings, the checkpoint that it began from included."""
+        was = self.config
+        return bool(was) and not differences(was, settings) and was.get("ckpt_path") == settings.get("ckpt_path")
+
+    def check(self, settings: dict[str, Any]) -> None:
+        """Refuse a call with settings other than those of the run that is here.
 
         Raises:
             RunError: The folder belongs to a run with other settings.
         """
-        path = self.path / "config.yaml"
-        begun = self.last_checkpoint is not None or bool(self.info)
-        if path.is_file() and begun:  # a call that failed before its first checkpoint claims nothing
-            changes = differences(self.config, yaml.safe_load(config))
-            if changes:
-                listed = "\n".join(f"  {change}" for change in changes[:10])
-                raise RunError(
-                    f"{self.path} belongs to a run with other settings (its own, then those of this call):\n{listed}\n"
-                    "Choose another --run_dir, delete that folder, or go on from its checkpoint with the new "
-                    f"settings: --ckpt_path {self.checkpoint}"
-                )
-            return
-        self.replace_config(config)
+        changes = differences(self.config, settings) if self.config and self._is_begun else []
+        if changes:
+            listed = "\n".join(f"  {change}" for change in changes[:10])
+            raise RunError(
+                f"{self.path} belongs to a run with other settings (its own, then those of this call):\n{listed}\n"
+                "Choose another --run_dir, delete that folder, or go on from its checkpoint with the new "
+                f"settings: --ckpt_path {self.checkpoint}"
+            )
 
-    def replace_config(self, config: str) -> None:
-        """Keep ``config``, whatever was there."""
-        write_whole(self.path / "config.yaml", config)
+    def claim(self, settings: dict[str, Any], starts_elsewhere: bool) -> None:
+        """Keep the settings of a call that begins to train here.
+
+        Args:
+            settings: All of them.
+            starts_elsewhere: The call names a checkpoint to start from that is not this run's last.
+        """
+        if starts_elsewhere and self.info:
+            self.update({"finished": False, "data": None})
+        elif not self._is_begun:
+            (self.path / "run.json").unlink(missing_ok=True)
+        if starts_elsewhere or not self._is_begun:
+            write_whole(self.path / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
+
+    @property
+    def _is_begun(self) -> bool:
+        """A call that failed before its first checkpoint claims nothing."""
+        return self.last_checkpoint is not None or "steps" in self.info
 
 
 def differences(old: Any, new: Any, key: str = "") -> list[str]:

@@ -12,6 +12,7 @@ import pytest
 import requests
 
 from tasks.enwik8 import corpus as corpus_module
+from tasks.enwik8 import reading
 from tasks.enwik8.corpus import BUILTIN_SIZE, ENWIK8_SHA256, DataError, library_files, load_corpus
 
 REPO = Path(__file__).parents[1]
@@ -23,6 +24,17 @@ def cache(tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     monkeypatch.setenv("LINROPE_CACHE", str(folder))
     return folder
+
+
+def files(cache):
+    """What the cache keeps, but for locks and remembered hashes."""
+    return [name for name in os.listdir(cache) if not name.startswith(".") and name != "hashes.json"]
+
+
+@pytest.fixture(autouse=True)
+def _no_watching(monkeypatch):
+    """Files that have just been made are read at once; the tests of that very thing say otherwise."""
+    monkeypatch.setattr(reading, "_WATCH_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -49,11 +61,10 @@ def test_splits_are_disjoint_in_file_order_and_cover_the_file(tmp_path, size):
     assert corpus.sha256 == hashlib.sha256(content).hexdigest()
 
 
-def test_splits_are_read_only_views_of_the_file(tmp_path):
+def test_splits_are_read_only_bytes(tmp_path):
     path = tmp_path / "some.bin"
     path.write_bytes(bytes(100))
     for split in (load_corpus(path=path).train, load_corpus(path=path).test):
-        assert isinstance(split, np.memmap)
         assert split.dtype == np.uint8
         with pytest.raises(ValueError, match="read-only"):
             split[0] = 1
@@ -119,7 +130,7 @@ def test_enwik8_is_downloaded_unpacked_and_kept(tmp_path, cache, small_enwik8, m
         assert corpus.path.read_bytes() == small_enwik8.read_bytes()
         assert corpus.name == "enwik8"
     assert asked == [(corpus_module.ENWIK8_URL, f"sha256:{corpus_module.ENWIK8_ZIP_SHA256}")]
-    assert os.listdir(cache) == ["enwik8"]
+    assert files(cache) == ["enwik8"]
 
 
 def test_without_a_network_the_message_says_how_to_go_on(cache, monkeypatch):
@@ -141,7 +152,7 @@ def test_builtin_text_is_the_librarys_and_always_the_same(cache):
     assert content[: len(topics)] == topics
     assert content.find(topics[:1000], 1) == -1, "the topics come once"
     assert corpus.name == "Python {}.{}.{} standard library".format(*sys.version_info)
-    assert os.listdir(cache) == [corpus.path.name]
+    assert files(cache) == [corpus.path.name]
     corpus.path.unlink()
     assert load_corpus("builtin").sha256 == corpus.sha256 == hashlib.sha256(content).hexdigest()
 
@@ -162,20 +173,7 @@ def test_builtin_text_can_be_made_by_two_processes_at_once(cache):
     ]
     printed = {maker.communicate(timeout=120)[0].strip() for maker in makers}
     assert printed == {load_corpus().sha256}
-    assert len(os.listdir(cache)) == 1
-
-
-def test_a_second_maker_may_finish_while_the_first_is_writing(cache, monkeypatch):
-    replace = os.replace
-
-    def overtaken(source, target):
-        monkeypatch.setattr(os, "replace", replace)
-        load_corpus()
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", overtaken)
-    assert load_corpus().size == BUILTIN_SIZE
-    assert len(os.listdir(cache)) == 1
+    assert len(files(cache)) == 1
 
 
 def test_library_files_leave_out_tests_packages_and_what_differs_between_machines(tmp_path):
@@ -211,7 +209,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(cache, monkeypa
     with pytest.raises(DataError, match="disk full"):
         load_corpus()
     assert path.read_bytes() == b"old"
-    assert os.listdir(cache) == [path.name]
+    assert files(cache) == [path.name]
 
 
 @pytest.mark.parametrize("size", [0, 1, 39])
@@ -240,3 +238,152 @@ def test_a_path_that_is_no_file_is_refused(tmp_path):
 def test_arguments_that_do_not_go_together_are_refused(corpus, path, message):
     with pytest.raises(DataError, match=message):
         load_corpus(corpus, path)
+
+
+# --- files that others write
+
+
+@pytest.fixture
+def long_ago(monkeypatch):
+    """The time of change cannot be set back, so what counts as long ago moves instead."""
+    monkeypatch.setattr(reading, "_FRESH_SECONDS", -1.0)
+
+
+@pytest.fixture
+def hashed(monkeypatch):
+    """Sizes of what has been hashed."""
+    sizes = []
+    sha256 = hashlib.sha256
+    monkeypatch.setattr(reading.hashlib, "sha256", lambda data: sizes.append(len(data)) or sha256(data))
+    return sizes
+
+
+@pytest.mark.usefixtures("cache", "long_ago")
+def test_the_hash_is_computed_once_while_the_file_stays_as_it_is(tmp_path, hashed):
+    path = tmp_path / "bytes"
+    path.write_bytes(bytes(range(100)))
+    first = load_corpus(path=path)
+    assert load_corpus(path=path).sha256 == first.sha256 == hashlib.sha256(bytes(range(100))).hexdigest()
+    assert hashed == [100, 100]  # once by the corpus, once here above
+
+
+@pytest.mark.usefixtures("cache", "long_ago")
+@pytest.mark.parametrize("how", ["overwritten", "grown", "replaced", "replaced with its times"])
+def test_a_changed_file_is_hashed_again(tmp_path, how):
+    path = tmp_path / "bytes"
+    path.write_bytes(bytes(100))
+    first, status = load_corpus(path=path), path.stat()
+    content = bytes(101) if how == "grown" else bytes([1]) * 100
+    if how.startswith("replaced"):
+        (tmp_path / "other").write_bytes(content)
+        os.replace(tmp_path / "other", path)
+    else:
+        path.write_bytes(content)
+    if how == "replaced with its times":
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    second = load_corpus(path=path)
+    assert second.sha256 == hashlib.sha256(content).hexdigest() != first.sha256
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_file_just_written_is_not_remembered(tmp_path, hashed):
+    """Two changes within one tick of the clock have the same times."""
+    path = tmp_path / "bytes"
+    path.write_bytes(bytes(100))
+    load_corpus(path=path)
+    load_corpus(path=path)
+    assert hashed == [100, 100]
+
+
+@pytest.mark.usefixtures("long_ago")
+@pytest.mark.parametrize("damage", ["{", "[1]", '{"x": 1}', '{"x": [1]}', "unwritable"])
+def test_a_damaged_memory_of_hashes_costs_time_alone(tmp_path, cache, damage):
+    path = tmp_path / "bytes"
+    path.write_bytes(bytes(100))
+    cache.mkdir()
+    if damage == "unwritable":
+        (cache / "hashes.json").mkdir()
+    else:
+        (cache / "hashes.json").write_text(damage)
+    for _ in range(2):
+        assert load_corpus(path=path).sha256 == hashlib.sha256(bytes(100)).hexdigest()
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_file_that_is_still_being_downloaded_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "bytes"
+    path.write_bytes(bytes(100))
+
+    def more(seconds):
+        with path.open("ab") as file:
+            file.write(bytes(50))
+
+    monkeypatch.setattr(reading.time, "sleep", more)
+    with pytest.raises(DataError, match=rf"{path} cannot be trusted yet: .*100 bytes a moment ago, 150 now.*Wait"):
+        load_corpus(path=path)
+
+
+@pytest.mark.usefixtures("cache", "long_ago")
+@pytest.mark.parametrize("change", [b"", bytes([7]) * 100, bytes(1000)])
+def test_a_file_changed_while_it_is_read_is_refused(tmp_path, monkeypatch, change):
+    path = tmp_path / "bytes"
+    path.write_bytes(bytes(100))
+    read = np.fromfile
+
+    def interrupted(*arguments, **options):
+        data = read(*arguments, **options)
+        path.write_bytes(change)
+        return data
+
+    monkeypatch.setattr(reading.np, "fromfile", interrupted)
+    with pytest.raises(DataError, match="cannot be trusted yet"):
+        load_corpus(path=path)
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("change", ["truncated", "overwritten", "deleted"])
+def test_what_happens_to_the_file_later_changes_nothing(tmp_path, change):
+    path = tmp_path / "bytes"
+    path.write_bytes(bytes(range(100)))
+    corpus = load_corpus(path=path)
+    if change == "deleted":
+        path.unlink()
+    else:
+        path.write_bytes(b"" if change == "truncated" else bytes(100))
+    assert bytes(corpus.train) + bytes(corpus.validation) + bytes(corpus.test) == bytes(range(100))
+
+
+def test_a_cache_that_is_read_only_serves_what_it_has(cache, monkeypatch):
+    first = load_corpus()
+
+    def refuse(*_, **__):
+        raise PermissionError("read-only file system")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    monkeypatch.setattr(reading, "write_whole", refuse)
+    assert load_corpus().sha256 == first.sha256
+
+
+def test_one_of_two_processes_downloads_and_the_other_waits(tmp_path, cache):
+    """The download takes a second and notes each start; both processes then read the same file."""
+    content = bytes(range(250)) * 8
+    with zipfile.ZipFile(tmp_path / "enwik8.zip", "w") as members:
+        members.writestr("enwik8", content)
+    program = f"""
+import hashlib, pathlib, time, pooch
+from tasks.enwik8 import corpus
+corpus.ENWIK8_SIZE, corpus.ENWIK8_SHA256 = {len(content)}, "{hashlib.sha256(content).hexdigest()}"
+def retrieve(*_, **__):
+    with open(r"{tmp_path / "starts"}", "a") as file:
+        file.write("start\\n")
+    time.sleep(1)
+    return r"{tmp_path / "enwik8.zip"}"
+pooch.retrieve = retrieve
+print(corpus.load_corpus("enwik8").sha256)
+"""
+    both = [
+        subprocess.Popen([sys.executable, "-c", program], cwd=REPO, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    printed = [process.communicate(timeout=120)[0].split() for process in both]
+    assert {words[-1] for words in printed} == {hashlib.sha256(content).hexdigest()}
+    assert (tmp_path / "starts").read_text() == "start\n"

@@ -297,4 +297,4 @@ def test_the_longest_window_that_fits_is_served(path):
 def test_prepare_data_makes_the_file_exist(tmp_path, monkeypatch):
     monkeypatch.setenv("LINROPE_CACHE", str(tmp_path))
     ByteData().prepare_data()
-    assert [file.stat().st_size for file in tmp_path.iterdir()] == [4_000_000]
+    assert [file.stat().st_size for file in tmp_path.glob("*.txt")] == [4_000_000]

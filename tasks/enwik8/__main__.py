@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ import yaml
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 
-from tasks.callbacks import Checkpoints, ProgressBar, Randomness, Recorder
+from tasks.callbacks import Checkpoints, Claim, ProgressBar, Randomness, Recorder
 from tasks.enwik8.data import ByteData
 from tasks.language_modeling import LanguageModeling, NonFiniteError
-from tasks.run_directory import RunDirectory, RunError, differences
+from tasks.run_directory import RunDirectory, RunError
 
 _TRAINER_DEFAULTS = {
     "max_steps": 600,
@@ -39,9 +41,15 @@ class _Finished(Exception):
 
 
 class Enwik8CLI(LightningCLI):
-    """LightningCLI whose runs live in a folder of their own, go on where they stopped and record what they did."""
+    """LightningCLI whose runs live in a folder of their own, go on where they stopped and record what they did.
 
-    def __init__(self, args: Sequence[str] | None = None) -> None:
+    Args:
+        args: Arguments of the command line.
+        at_end: What is entered here is left when the command ends, however it ends.
+    """
+
+    def __init__(self, args: Sequence[str] | None, at_end: ExitStack) -> None:
+        self.at_end = at_end
         super().__init__(
             LanguageModeling,
             ByteData,
@@ -87,22 +95,22 @@ class Enwik8CLI(LightningCLI):
             raise RunError(f"--checkpoint_every must be at least 1, got {config.checkpoint_every}")
         text = self.parser.dump(self.config, skip_unset=False)
         self.settings = yaml.safe_load(text)["fit"]
-        settings = yaml.safe_dump(self.settings, sort_keys=False)
         run = self.run_directory
-        same = bool(run.config) and not differences(run.config, self.settings)
-        if config.ckpt_path and not (same and run.config.get("ckpt_path") == config.ckpt_path):
-            run.replace_config(settings)
-            if run.info:
-                run.update({"finished": False})
+        is_first = getattr(rank_zero_only, "rank", 0) == 0  # set from the launcher's variables
+        if is_first:
+            self.at_end.enter_context(run.alone())
+        # All processes of a distributed run decide alike: nothing is written before every one of them has.
+        self.starts_elsewhere = bool(config.ckpt_path) and not run.began_with(self.settings)
+        if self.starts_elsewhere:
             return
-        run.save_config(settings)
-        if self.run_directory.is_finished:
-            raise _Finished(f"{self.run_directory.path} is finished: {_sentence(self.run_directory.info)}")
-        last = self.run_directory.last_checkpoint
-        if last:
-            load_checkpoint(last)  # says so if the file is damaged
-            config.ckpt_path = str(last)
-        print(f"{self.run_directory.path} {'goes on from its last checkpoint' if last else 'begins'}", flush=True)
+        run.check(self.settings)
+        if run.is_finished:
+            raise _Finished(f"{run.path} is finished: {_sentence(run.info)}")
+        if run.last_checkpoint:
+            load_checkpoint(run.last_checkpoint)  # says so if the file is damaged
+            config.ckpt_path = str(run.last_checkpoint)
+        if is_first:
+            print(f"{run.path} {'goes on from its last checkpoint' if run.last_checkpoint else 'begins'}", flush=True)
 
     def after_instantiate_classes(self) -> None:
         """Let checkpoints say how the network was made, so that they can be loaded without its config."""
@@ -121,7 +129,9 @@ class Enwik8CLI(LightningCLI):
             path = self.run_directory.path
             loggers = [self.run_directory.metrics, TensorBoardLogger(path, name="", version="tensorboard")]
             # In this order: what a step changes, what is recorded of it, what is saved.
-            own = [Randomness(config.seed_everything), *own, Checkpoints(self.run_directory, config.checkpoint_every)]
+            claim = Claim(self.run_directory, self.settings, self.starts_elsewhere)
+            checkpoints = Checkpoints(self.run_directory, config.checkpoint_every)
+            own = [claim, Randomness(config.seed_everything), *own, checkpoints]
         callbacks = [*(config.trainer.callbacks or []), *own]
         return super().instantiate_trainer(
             default_root_dir=str(self.run_directory.path), logger=loggers, callbacks=callbacks, **kwargs
@@ -205,7 +215,8 @@ def main(args: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
     warnings.filterwarnings("ignore", module="lightning")
     try:
-        Enwik8CLI(args)
+        with ExitStack() as at_end:
+            Enwik8CLI(args, at_end)
     except _Finished as finished:
         print(finished)
     except Exception as error:

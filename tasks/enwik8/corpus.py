@@ -6,7 +6,7 @@ import os
 import platform
 import sysconfig
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -15,6 +15,9 @@ from uuid import uuid4
 import numpy as np
 import pooch
 from jaxtyping import UInt8
+
+from tasks.enwik8.reading import ChangingError, read_bytes
+from tasks.locks import alone
 
 SMALLEST_SIZE = 40  # 5 percent of it are 2 bytes: one to see and one to predict
 
@@ -34,7 +37,7 @@ class DataError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """A file of bytes and its three splits, read-only views of that file.
+    """The bytes of a file and their three splits, read-only.
 
     The splits follow each other in file order, are disjoint, and cover the file: 90, 5 and 5 percent
     of its bytes, each rounded down, with what is left over in ``test``. Enwik8 gives 90,000,000,
@@ -101,13 +104,14 @@ def load_corpus(corpus: Literal["builtin", "enwik8", "file"] | None = None, path
 
 
 def _open(name: str, path: Path, *, must_be_enwik8: bool = False) -> Corpus:
-    """Check the file at ``path``, map it into memory and split it."""
+    """Read the file at ``path``, check it and split it."""
     try:
         if not path.exists():
             raise DataError(f"no file at {path}: check --data.path, or leave it out for the built-in text")
         if not path.is_file():
             raise DataError(f"{path} is not a file: --data.path takes one file of bytes")
-        size, sha256 = path.stat().st_size, pooch.file_hash(str(path), alg="sha256")
+        data, sha256 = read_bytes(path, _cache_folder() / "hashes.json")
+        size = len(data)
         if must_be_enwik8 and (size, sha256) != (ENWIK8_SIZE, ENWIK8_SHA256):
             raise DataError(
                 f"{path} is not Enwik8: expected {ENWIK8_SIZE:,} bytes with SHA-256 {ENWIK8_SHA256}, "
@@ -116,7 +120,10 @@ def _open(name: str, path: Path, *, must_be_enwik8: bool = False) -> Corpus:
             )
         if size < SMALLEST_SIZE:
             raise DataError(f"{path} holds {size} bytes: splits of 90, 5 and 5 percent need at least {SMALLEST_SIZE}")
-        data = np.memmap(path, dtype=np.uint8, mode="r")
+    except ChangingError as error:
+        raise DataError(
+            f"{path} cannot be trusted yet: {error}. Wait until it is whole, then give the command again"
+        ) from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     train, validation = size * 90 // 100, size * 5 // 100
@@ -160,19 +167,26 @@ def _write_builtin() -> Path:
     """Make the built-in text exist as a file, and return its path."""
     text = _builtin_text()
     path = _cache_folder() / f"python-{platform.python_version()}-library-{len(text)}.txt"
-    # Compared in full: a Python built elsewhere may have other bytes under the same version.
-    if not (path.is_file() and path.read_bytes() == text):
-        _write_aside(path, [text])
-    return path
+
+    def right() -> bool:
+        # Compared in full: a Python built elsewhere may have other bytes under the same version.
+        return path.is_file() and path.read_bytes() == text
+
+    return _made_once(path, right, lambda: _write_aside(path, [text]))
 
 
 def _download_enwik8() -> Path:
     """Make Enwik8 exist as a file, and return its path."""
     path = _cache_folder() / "enwik8"
-    # A whole file only ever gets this name by renaming, so the size tells; the caller checks the hash.
-    if path.is_file() and path.stat().st_size == ENWIK8_SIZE:
-        return path
-    _make_folder(path.parent)
+
+    def there() -> bool:
+        # A whole file only ever gets this name by renaming, so the size tells; the caller checks the hash.
+        return path.is_file() and path.stat().st_size == ENWIK8_SIZE
+
+    return _made_once(path, there, lambda: _download(path))
+
+
+def _download(path: Path) -> None:
     pooch.get_logger().setLevel("WARNING")
     try:
         archive = pooch.retrieve(
@@ -190,6 +204,19 @@ def _download_enwik8() -> Path:
     # Not pooch.Unzip: it unpacks in place, so a killed run would leave half a file under the final name.
     with zipfile.ZipFile(archive) as members, members.open("enwik8") as member:
         _write_aside(path, iter(lambda: member.read(1 << 20), b""))
+
+
+def _made_once(path: Path, is_there: Callable[[], bool], make: Callable[[], None]) -> Path:
+    """Make a file of the cache unless it is there; of several processes one does, the others wait."""
+    if is_there():  # also in a folder that cannot be written
+        return path
+    _make_folder(path.parent)
+    try:
+        with alone(path.with_name(f".{path.name}.lock"), f"another process is making {path}"):
+            if not is_there():
+                make()
+    except OSError as error:
+        raise _unwritable(path.parent, error) from error
     return path
 
 
