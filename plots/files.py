@@ -11,10 +11,10 @@ if TYPE_CHECKING:  # training writes files too, and needs no matplotlib for it
     from matplotlib.figure import Figure
 
 
-def write_whole(path: str | Path, content: str | bytes) -> Path:
+def write_whole(path: str | Path, content: str | bytes | memoryview) -> Path:
     """Write ``content`` beside ``path``, then rename it into place; folders are made as needed.
 
-    A full disk or a kill in the middle leaves the old file as it was.
+    A full disk, a kill or a power cut in the middle leaves the old file as it was.
 
     Args:
         path: The file to make or replace.
@@ -30,7 +30,10 @@ def write_whole(path: str | Path, content: str | bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        aside.write_bytes(content.encode() if isinstance(content, str) else content)
+        with aside.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())  # before the renaming, or a power cut could leave the new name without content
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import lightning
@@ -64,61 +61,6 @@ class Claim(Callback):
     def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
         if stage == "fit" and trainer.is_global_zero:
             self.run.claim(self.settings, self.starts_elsewhere)
-
-
-class Checkpoints(Callback):
-    """Keep the last checkpoint, written aside and renamed, so that a run can be interrupted at any moment.
-
-    One is taken every so many steps, after every validation and at the end. Where a step is followed by a
-    validation, the checkpoint waits for its end: otherwise a run that is interrupted in between would go
-    on without having validated there.
-
-    Args:
-        run: Where the run leaves its files.
-        every: Optimizer steps between two checkpoints.
-    """
-
-    def __init__(self, run: RunDirectory, every: int) -> None:
-        self.run, self.every = run, every
-        self._saved_step = -1
-
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self._saved_step = trainer.global_step
-
-    def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any) -> None:
-        batches = trainer.global_step * trainer.accumulate_grad_batches
-        validates = trainer.enable_validation and batches % (trainer.val_check_batch or math.inf) == 0
-        if not validates and trainer.global_step % self.every == 0:
-            self._save(trainer)
-
-    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        if trainer.state.fn == "fit":
-            self._save(trainer)
-
-    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self._save(trainer)
-
-    def _save(self, trainer: lightning.Trainer) -> None:
-        step = trainer.global_step
-        if step != self._saved_step:
-            self._saved_step = step
-            aside = self.run.checkpoint.with_name("last.ckpt.part")
-            try:
-                trainer.save_checkpoint(aside, weights_only=False)  # with the optimizer and the counters
-                if trainer.is_global_zero:
-                    _on_disk(aside)  # else a power cut after the renaming could leave neither
-                    os.replace(aside, self.run.checkpoint)
-            except OSError as error:
-                aside.unlink(missing_ok=True)  # the disk may be full
-                kept = self.run.last_checkpoint or "none yet"
-                raise RunError(
-                    f"no checkpoint could be written at step {step} ({error}); the last good one: {kept}"
-                ) from error
-
-
-def _on_disk(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 class Recorder(Callback):

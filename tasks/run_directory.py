@@ -117,6 +117,8 @@ class RunDirectory:
             settings: All of them.
             starts_elsewhere: The call names a checkpoint to start from that is not this run's last.
         """
+        for left in (*self.path.glob(".*.part"), *self.checkpoint.parent.glob(".*.part")):
+            left.unlink(missing_ok=True)  # of a process that was killed while it wrote
         if starts_elsewhere and self.info:
             self.update({"finished": False, "data": None})
         elif not self._is_begun:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -93,6 +96,11 @@ def assert_same_run(one: Path, other: Path) -> None:
     for p, q in zip(one_state, other_state, strict=True):
         assert torch.equal(p, q) if isinstance(p, torch.Tensor) else p == q
     assert x["lr_schedulers"] == y["lr_schedulers"]
+    assert x["callbacks"].keys() == y["callbacks"].keys()
+    first, second = (json.loads((d / "run.json").read_text()) for d in (one, other))
+    assert first["finished"]
+    assert second["finished"]
+    assert first["validation"] == second["validation"]
 
 
 @pytest.mark.slow
@@ -147,3 +155,172 @@ def test_resume_in_process_equals_straight(config, tmp_path, monkeypatch, networ
     finished = (broken / "metrics.csv").read_bytes()
     assert main(command(config, broken)[3:]) == 0, "a finished run is left alone"
     assert (broken / "metrics.csv").read_bytes() == finished
+
+
+# --- killed anywhere
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """A run that nobody interrupted, and its config."""
+    home = tmp_path_factory.mktemp("straight")
+    (home / "tiny.yaml").write_text(TINY)
+    assert in_child(home / "tiny.yaml", home / "exp/straight/seed-3") == 0
+    return home / "exp/straight/seed-3"
+
+
+def in_child(config: Path, run_dir: Path, arrange=lambda: None) -> int:
+    """Run the command in a forked process, which has all imports already; ``arrange`` prepares its death there.
+
+    Returns:
+        The exit status, -9 after a kill -9.
+    """
+    child = os.fork()
+    if child == 0:
+        try:
+            os.chdir(ROOT)
+            quiet = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(quiet, 1)
+            os.dup2(quiet, 2)
+            arrange()
+            from tasks.enwik8.__main__ import main
+
+            os._exit(main(command(config, run_dir)[3:]))
+        finally:
+            os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def at(owner, name: str, call: int, then) -> None:
+    """Replace a function by one that does ``then(original, *arguments)`` at its ``call``-th call."""
+    original, calls = getattr(owner, name), iter(range(1, 1_000_000))
+
+    def replaced(*arguments, **options):
+        if next(calls) == call:
+            return then(original, *arguments, **options)
+        return original(*arguments, **options)
+
+    setattr(owner, name, replaced)
+
+
+def flush_every_row() -> None:
+    from tasks import callbacks
+
+    callbacks._FLUSH_SECONDS = -1.0
+
+
+def resumed_equals(straight: Path, broken: Path) -> None:
+    assert in_child(straight.parents[2] / "tiny.yaml", broken) == 0
+    assert_same_run(straight, broken)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", range(20))
+def test_killed_at_a_random_moment(straight, tmp_path, point):
+    """A random step, and a random moment from its beginning on: computing, logging, saving or validating."""
+    chance = random.Random(point)
+    step, delay = chance.randint(1, 20), chance.uniform(0, 0.03)
+
+    def arrange():
+        from tasks.callbacks import Randomness
+
+        flush_every_row()
+
+        def start_the_clock(original, *arguments):
+            threading.Timer(delay, die).start()
+            return original(*arguments)
+
+        at(Randomness, "on_train_batch_start", step, start_the_clock)
+
+    broken = tmp_path / "exp/broken/seed-3"
+    status = in_child(straight.parents[2] / "tiny.yaml", broken, arrange)
+    assert status in (-signal.SIGKILL, 0), "the last step may end before its clock does"
+    resumed_equals(straight, broken)
+
+
+def half_of_a_file(original, *arguments, **options):
+    """The process dies in the very middle of a write: the system ends it when a file passes this size."""
+    import resource
+
+    size = 20_000  # a checkpoint has several times as many bytes, no other file comes near
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    return original(*arguments, **options)
+
+
+def arrange_saving(call):
+    from tasks.checkpoints import Checkpoints
+
+    at(Checkpoints, "_save", call, half_of_a_file)
+
+
+def arrange_renaming(call):
+    from tasks import checkpoints
+
+    def then_die(*arguments):
+        checkpoints.write_whole.__globals__["os"].fsync = lambda *_: die()
+
+    at(checkpoints, "write_whole", call, lambda original, *rest: (then_die(), original(*rest)))
+
+
+def arrange_renamed(call):
+    from tasks import checkpoints
+
+    at(checkpoints, "write_whole", call, lambda original, *rest: (original(*rest), die()))
+
+
+def arrange_flushing(call):
+    """The row is cut short: half of it is on disk."""
+    from tasks.metrics_csv import MetricsCSV
+
+    flush_every_row()
+    original = MetricsCSV._writer
+    calls = iter(range(1, 1_000_000))
+
+    class Half:
+        def __init__(self, file):
+            self.file = file
+
+        def write(self, text):
+            self.file.write(text[: len(text) // 2])
+            self.file.flush()
+            die()
+
+    def writer(self, file):
+        return original(self, Half(file) if next(calls) == call and hasattr(file, "fileno") else file)
+
+    MetricsCSV._writer = writer
+
+
+def arrange_validating(call):
+    from tasks.language_modeling import LanguageModeling
+
+    at(LanguageModeling, "validation_step", call, lambda *_: die())
+
+
+def arrange_recording(call):
+    """After the validation, before its figures are in run.json."""
+    from tasks.run_directory import RunDirectory
+
+    at(RunDirectory, "update", call, lambda *_: die())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", [1, 2, 4])
+@pytest.mark.parametrize(
+    "arrange",
+    [arrange_saving, arrange_renaming, arrange_renamed, arrange_flushing, arrange_validating, arrange_recording],
+    ids=lambda arrange: arrange.__name__.removeprefix("arrange_"),
+)
+def test_killed_in_the_middle_of(straight, tmp_path, arrange, call):
+    broken = tmp_path / "exp/broken/seed-3"
+    status = in_child(straight.parents[2] / "tiny.yaml", broken, lambda: arrange(call))
+    assert status in (-signal.SIGKILL, -signal.SIGXFSZ)
+    if arrange is arrange_saving:
+        assert [part.stat().st_size for part in (broken / "checkpoints").glob(".*.part")] == [20_000]
+    resumed_equals(straight, broken)
+    assert not list(broken.rglob(".*.part"))

@@ -12,14 +12,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from tasks.callbacks import Checkpoints, Claim, ProgressBar, Randomness, Recorder
+from tasks.callbacks import Claim, ProgressBar, Randomness, Recorder
+from tasks.checkpoints import Checkpoints, WholeFiles, load_checkpoint
 from tasks.enwik8.data import ByteData
 from tasks.language_modeling import LanguageModeling, NonFiniteError
 from tasks.run_directory import RunDirectory, RunError
@@ -132,9 +132,13 @@ class Enwik8CLI(LightningCLI):
             claim = Claim(self.run_directory, self.settings, self.starts_elsewhere)
             checkpoints = Checkpoints(self.run_directory, config.checkpoint_every)
             own = [claim, Randomness(config.seed_everything), *own, checkpoints]
-        callbacks = [*(config.trainer.callbacks or []), *own]
+        plugins = config.trainer.plugins or []
         return super().instantiate_trainer(
-            default_root_dir=str(self.run_directory.path), logger=loggers, callbacks=callbacks, **kwargs
+            default_root_dir=str(self.run_directory.path),
+            logger=loggers,
+            callbacks=[*(config.trainer.callbacks or []), *own],
+            plugins=[*(plugins if isinstance(plugins, list) else [plugins]), WholeFiles()],
+            **kwargs,
         )
 
     def after_fit(self) -> None:
@@ -194,19 +198,6 @@ def _with_hyperparameters(args: list[str]) -> list[str]:
     if not hyperparameters:
         return args
     return [args[0], "--config", yaml.safe_dump({"model": hyperparameters}), *args[1:]]
-
-
-def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Load a checkpoint's tensors and plain values; no code in it is run.
-
-    Raises:
-        RunError: The file is cut short, or no checkpoint.
-    """
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise RunError(f"{path} is not a whole checkpoint: {first}") from error
 
 
 def main(args: Sequence[str] | None = None) -> int:
