@@ -42,6 +42,9 @@ class LanguageModeling(lightning.LightningModule):
         muon: Whether Muon trains the matrices inside the network, and AdamW all else.
         max_skipped_steps: Optimizer steps that may be left out, weights and moments untouched, because their loss or
             gradients are not finite; the next one stops the run, as the first does by default.
+
+    Raises:
+        ValueError: ``max_skipped_steps`` is negative.
     """
 
     def __init__(
@@ -56,6 +59,8 @@ class LanguageModeling(lightning.LightningModule):
         max_skipped_steps: int = 0,
     ) -> None:
         super().__init__()
+        if max_skipped_steps < 0:
+            raise ValueError(f"max_skipped_steps must be at least 0, got {max_skipped_steps}")
         self.save_hyperparameters(ignore=["network"])  # whoever knows how it was made adds that
         self.network = network
         self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, betas

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ import torch
 import yaml
 
 from tasks.enwik8.__main__ import main
+from tasks.enwik8.data import ByteData
 from tasks.language_modeling import LanguageModeling
+from tasks.run_directory import RunDirectory
 
 ROOT = Path(__file__).parents[1]
 TINY = [
@@ -286,3 +290,176 @@ def test_without_a_progress_bar(run_dir):
 def test_bfloat16_on_request(run_dir):
     assert fit(run_dir, "--trainer.precision=bf16-mixed") == 0
     assert json.loads((run_dir / "run.json").read_text())["precision"] == "bf16-mixed"
+
+
+# --- steps that are not finite
+
+SOMETIMES = """
+import math
+import torch
+from torch import nn
+
+
+class Sometimes(nn.Module):
+    '''NaN for every batch that ``unlucky`` describes: a function of the batch, so the same after a resumption.'''
+
+    def __init__(self, modulus: int = 3):
+        super().__init__()
+        self.table, self.modulus = nn.Embedding(256, 256), modulus
+
+    def forward(self, tokens):
+        unlucky = self.training and int(tokens.sum()) % self.modulus == 0
+        return self.table(tokens) * (math.nan if unlucky else 1.0)
+"""
+
+
+@pytest.fixture
+def sometimes(tmp_path, monkeypatch):
+    (tmp_path / "sometimes.py").write_text(SOMETIMES)
+    monkeypatch.syspath_prepend(tmp_path)
+    data = ["--data.seq_len=16", "--data.batch_size=2", "--data.eval_batch_size=2"]
+    trainer = [argument for argument in TINY if argument.startswith("--trainer")]
+    return [*trainer, *data, "--model.network=sometimes.Sometimes"]
+
+
+def test_steps_left_out_are_counted_across_an_interruption(sometimes, run_dir, tmp_path, monkeypatch):
+    call = ["--trainer.max_steps=12", "--trainer.val_check_interval=3", "--model.max_skipped_steps=12"]
+    straight = tmp_path / "straight" / "arm" / "seed-0"
+    assert fit(straight, *call, base=sometimes) == 0
+    data = ByteData(seq_len=16, batch_size=2)
+    data.setup()
+    crops = data.train_dataloader().dataset
+    unlucky = [int(crops[step][:, :-1].sum()) % 3 == 0 for step in range(12)]
+    assert 0 < sum(unlucky[:6]) < sum(unlucky) < 12
+    counts = [str(sum(unlucky[: step + 1])) for step in range(12)]
+    rows = list(csv.DictReader((straight / "metrics.csv").open()))
+    assert [row["skipped_steps"] for row in rows] == counts
+    assert [row["train/loss"] == "nan" for row in rows] == unlucky
+    assert json.loads((straight / "run.json").read_text())["skipped_steps"] == sum(unlucky)
+
+    from tasks.callbacks import Recorder
+
+    original = Recorder.on_train_batch_start
+
+    def crash(self, trainer, *args):
+        if trainer.global_step == 7:
+            raise OSError("the lights went out")
+        original(self, trainer, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "on_train_batch_start", crash)
+        assert fit(run_dir, *call, base=sometimes) == 1
+    assert fit(run_dir, *call, base=sometimes) == 0
+    assert [row["skipped_steps"] for row in csv.DictReader((run_dir / "metrics.csv").open())] == counts
+    weights = [torch.load(d / "checkpoints/last.ckpt", weights_only=True)["state_dict"] for d in (straight, run_dir)]
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
+def test_a_run_that_diverges_says_where_and_what_is_left(sometimes, run_dir, capsys):
+    """Step, module, arm and the last good checkpoint, which stays free of NaN."""
+    call = ["--trainer.max_steps=12", "--trainer.val_check_interval=100", "--checkpoint_every=1"]
+    data = ByteData(seq_len=16, batch_size=2)
+    data.setup()
+    crops = data.train_dataloader().dataset
+    first = next(step for step in range(12) if int(crops[step][:, :-1].sum()) % 5 == 0)
+    assert first > 0
+    assert fit(run_dir, *call, "--model.network.modulus=5", base=sometimes) == 1
+    message = capsys.readouterr().err
+    checkpoint = run_dir / "checkpoints" / "last.ckpt"
+    for part in (f"optimizer step {first + 1} of arm 'arm'", "first non-finite output: network", str(checkpoint)):
+        assert part in message
+    saved = torch.load(checkpoint, weights_only=True)
+    assert saved["global_step"] == first
+    assert all(value.isfinite().all() for value in saved["state_dict"].values())
+    diverged = json.loads((run_dir / "run.json").read_text())["diverged"]
+    assert diverged["step"] == first + 1
+    assert "the loss is nan" in diverged["why"]
+
+
+# --- where a run comes from
+
+
+def test_a_run_says_what_it_takes_to_repeat_it(run_dir):
+    import platform
+
+    import numpy
+
+    assert fit(run_dir) == 0
+    info = json.loads((run_dir / "run.json").read_text())
+    assert info["config"] == yaml.safe_load((run_dir / "config.yaml").read_text())
+    assert info["config"]["seed_everything"] == info["seed"] == 0
+    assert info["torch"] == torch.__version__
+    assert info["python"] == platform.python_version()
+    assert info["libraries"]["numpy"] == numpy.__version__
+    assert info["threads"] == torch.get_num_threads()
+    assert info["deterministic"] is torch.are_deterministic_algorithms_enabled()
+    assert info["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
+    assert info["code_modified"] in (True, False, None)
+    assert info["attention"] in ("native", "chunked")
+    assert "resumed" not in info
+
+
+def test_a_resumed_run_says_where_and_what_had_changed(run_dir, monkeypatch):
+    from tasks.callbacks import Recorder
+
+    original = Recorder.on_train_batch_start
+
+    def crash(self, trainer, *args):
+        if trainer.global_step == 1:
+            raise OSError("the lights went out")
+        original(self, trainer, *args)
+
+    call = ["--trainer.max_steps=3", "--checkpoint_every=1", "--trainer.val_check_interval=100"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "on_train_batch_start", crash)
+        assert fit(run_dir, *call) == 1
+    path = run_dir / "run.json"
+    info = json.loads(path.read_text())
+    assert info["data"]["size"] == 4_000_000, "it is there before the first validation"
+    path.write_text(json.dumps(info | {"torch": "2.0.0"}))
+    assert fit(run_dir, *call) == 0
+    assert json.loads(path.read_text())["resumed"] == [
+        {"step": 1, "changed": {"torch": ["2.0.0", torch.__version__]}},
+    ]
+
+
+def test_a_run_does_not_go_on_with_other_data(run_dir, tmp_path, monkeypatch, capsys):
+    from tasks.callbacks import Recorder
+
+    original = Recorder.on_train_batch_start
+
+    def crash(self, trainer, *args):
+        if trainer.global_step == 1:
+            raise OSError("the lights went out")
+        original(self, trainer, *args)
+
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(256)) * 40)
+    call = [f"--data.path={text}", "--trainer.max_steps=3", "--checkpoint_every=1", "--trainer.val_check_interval=100"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "on_train_batch_start", crash)
+        assert fit(run_dir, *call) == 1
+    before = (run_dir / "checkpoints/last.ckpt").read_bytes()
+    text.write_bytes(bytes(range(256))[::-1] * 40)
+    capsys.readouterr()
+    assert fit(run_dir, *call) == 1
+    message = capsys.readouterr().err
+    assert "was trained on other data: text (10240 bytes, SHA-256" in message
+    assert (run_dir / "checkpoints/last.ckpt").read_bytes() == before
+    text.write_bytes(bytes(range(256)) * 40)
+    assert fit(run_dir, *call) == 0
+
+
+def test_a_second_process_waits_while_another_one_trains(run_dir):
+    call = [sys.executable, "-m", "tasks.enwik8", "fit", *TINY, f"--run_dir={run_dir}"]
+    with RunDirectory(run_dir).alone():
+        second = subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        assert second.stderr is not None
+        said = next(line for line in second.stderr if "waiting" in line)
+        assert said == f"waiting: another process is training in {run_dir}\n"
+        assert fit(run_dir.with_name("seed-1")) == 0, "another folder is free"
+        assert second.poll() is None
+        assert not (run_dir / "config.yaml").exists()
+    second.communicate(timeout=300)
+    assert second.returncode == 0
+    assert json.loads((run_dir / "run.json").read_text())["finished"]

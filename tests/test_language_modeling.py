@@ -228,3 +228,81 @@ def test_gradients_are_clipped_and_their_norm_is_from_before(split_file, tmp_pat
         assert seen["norm"] == pytest.approx(limit, rel=1e-3)
     else:
         assert seen["largest"] == pytest.approx(limit, rel=1e-6)
+
+
+# --- steps left out
+
+
+class PoisonedAt(nn.Module):
+    """A bigram whose loss or gradients are spoilt at the given calls in training, counted from 0."""
+
+    def __init__(self, calls, how):
+        super().__init__()
+        self.table = nn.Embedding(256, 256)
+        self.calls, self.how, self.call = calls, how, -1
+
+    def forward(self, tokens):
+        logits = self.table(tokens)
+        self.call += self.training
+        if not self.training or self.call not in self.calls:
+            return logits
+        if self.how == "nan":
+            return logits * math.nan
+        if self.how == "loss alone":  # infinite, with gradients that are finite
+            return logits + torch.where(torch.arange(256) < 255, 0.0, math.inf)
+        return logits + 0 * (logits - logits.detach()).sqrt()  # finite, with a slope that is not
+
+
+def skipping(network, path, tmp_path, *, steps=4, accumulate=1, **options):
+    module = LanguageModeling(network, learning_rate=0.1, warmup_steps=0, **options)
+    trainer = Trainer(
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        accelerator="cpu",
+        default_root_dir=tmp_path,
+        limit_val_batches=0,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=1.0,
+    )
+    trainer.fit(module, datamodule=ByteData(path=str(path), seq_len=16, batch_size=2))
+    return module
+
+
+@pytest.mark.parametrize("how", ["nan", "loss alone", "gradient"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_left_out_moves_nothing_but_the_schedule(split_file, tmp_path, how, accumulate):
+    """Four steps of which the second is left out: by hand, AdamW steps on the others at their own rates."""
+    torch.manual_seed(0)
+    module = skipping(PoisonedAt({accumulate}, how), split_file, tmp_path, accumulate=accumulate, max_skipped_steps=1)
+    torch.manual_seed(0)
+    table = nn.Embedding(256, 256)
+    adamw = torch.optim.AdamW(table.parameters(), lr=0.1, betas=(0.9, 0.95), weight_decay=0.0)
+    batches = ByteData(path=str(split_file), seq_len=16, batch_size=2)
+    batches.setup()
+    crops = batches.train_dataloader().dataset
+    for step in range(4):
+        if step == 1:
+            continue
+        adamw.param_groups[0]["lr"] = 0.1 * learning_rate_factor(step, 4, 0, 0.1)
+        adamw.zero_grad()
+        for part in range(accumulate):
+            tokens = crops[step * accumulate + part]
+            (mean_loss(table(tokens[:, :-1]), tokens[:, 1:]) / accumulate).backward()
+        nn.utils.clip_grad_norm_(table.parameters(), 1.0)
+        adamw.step()
+    torch.testing.assert_close(module.network.table.weight, table.weight)
+    assert module.skipped_steps == 1
+    assert module.trainer.global_step == 4
+
+
+@pytest.mark.parametrize("how", ["nan", "gradient"])
+def test_more_steps_than_may_be_left_out_stop_the_run(split_file, tmp_path, how):
+    with pytest.raises(NonFiniteError, match=r"first that of table\.weight, and 2 steps were skipped already"):
+        skipping(PoisonedAt({0, 1, 3}, how), split_file, tmp_path, max_skipped_steps=2)
+
+
+def test_a_negative_number_of_steps_to_leave_out_is_refused():
+    with pytest.raises(ValueError, match="max_skipped_steps must be at least 0, got -1"):
+        LanguageModeling(Bigram(), max_skipped_steps=-1)
