@@ -86,7 +86,8 @@ def test_the_page_says_what_was_compared_and_how_it_is_made_again(tmp_path):
 
 def test_a_shown_difference_comes_with_interval_p_and_seeds(tmp_path):
     assert verdict_of(tmp_path, (2.91, 3.08, 3.00)) == (
-        "arm ended lower (better) than base: -0.103 bpc (95% interval -0.141 to -0.065, p = 0.007, 3 paired seeds)."
+        "arm ended lower (better) than base: -0.103 bpc (95% interval -0.141 to -0.065, p = 0.007, "
+        "corrected for the number of arms = 0.007, 3 paired seeds)."
     )
 
 
@@ -130,3 +131,34 @@ def test_facts_that_differ_stand_side_by_side_and_are_warned_of(tmp_path):
     longer = find_runs(make_run(tmp_path / "f/a/seed-0", [(30, 2.0)]).parent)
     assert len(list(warnings([runs[1], *longer], summarize(runs, "base")))) == 2  # steps and bytes
     assert "baseline has no finished run" in next(iter(warnings(runs[:1], summarize(runs[:1], "base"))))
+
+
+def test_a_difference_that_many_arms_could_show_by_chance_is_not_called_one(tmp_path):
+    """p = 0.007 alone; among eight comparisons 0.059."""
+    finals(tmp_path, "base", (3.00, 3.20, 3.10))
+    finals(tmp_path, "arm", (2.91, 3.08, 3.00))
+    for number in range(7):
+        finals(tmp_path, f"other {number}", (3.0 + number / 10, 3.1, 3.2))
+    rows = {row.arm: row for row in summarize(find_runs(tmp_path), "base")}
+    assert rows["arm"].p < 0.01 < 0.05 < rows["arm"].p_holm == pytest.approx(8 * rows["arm"].p)
+    assert verdict(rows["arm"]).startswith("No difference is shown between arm and base: ")
+
+
+def test_few_seeds_are_warned_of_and_so_are_steps_left_out(tmp_path):
+    for arm in ("base", "arm"):
+        for seed in range(3):
+            skipped = 4 if arm == "arm" else 0
+            end = 3 - 0.1 * (arm == "arm") + seed / 9 + 0.01 * seed * (arm == "arm")
+            make_run(tmp_path / f"e/{arm}/seed-{seed}", [(20, end)], skipped_steps=skipped)
+    runs = find_runs(tmp_path)
+    said = list(warnings(runs, summarize(runs, "base")))
+    assert said[0] == "arm left out 12 steps whose loss or gradients were not finite."
+    assert said[1].startswith("With 3 seeds a permutation test cannot give less than 0.25: ")
+    assert len(said) == 2
+
+
+def test_six_seeds_are_enough_for_a_permutation_test(tmp_path):
+    finals(tmp_path, "base", [3 + i / 10 for i in range(6)])
+    finals(tmp_path, "arm", [2.9 + i / 11 for i in range(6)])
+    runs = find_runs(tmp_path)
+    assert not list(warnings(runs, summarize(runs, "base")))

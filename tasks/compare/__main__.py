@@ -30,7 +30,8 @@ from tasks.compare.jobs import Job, check_same, jobs, recorded
 from tasks.compare.plan import Plan, PlanError, check_flags, read_plan
 from tasks.compare.progress import display, title
 from tasks.compare.report import write_report
-from tasks.compare.summary import print_table, summarize, write_summary
+from tasks.compare.summary import summarize, write_summary
+from tasks.compare.table import print_table
 
 COMMAND = (sys.executable, "-m", "tasks.enwik8")
 _TICK = 0.5  # seconds between two looks at a run

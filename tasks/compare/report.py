@@ -11,12 +11,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from plots.files import write_whole
 from plots.runs import Run
-from tasks.compare.summary import HEADINGS, Row, cells
+from tasks.compare.statistics import LEVEL, smallest_permutation_p
+from tasks.compare.summary import Row
+from tasks.compare.table import HEADINGS, cells
 
 ENOUGH_SEEDS = 3
 """With fewer paired seeds no difference is called shown: a t-test on two leaves one degree of freedom."""
-
-SIGNIFICANT = 0.05
 
 
 def write_report(
@@ -112,6 +112,15 @@ def warnings(runs: Sequence[Run], rows: Sequence[Row]) -> Iterable[str]:
     for sentence, paths in alike:
         if len({tuple(_found(run, path) for path in paths) for run in runs}) > 1:
             yield f"{sentence}: the arms are not comparable as they stand."
+    for row in rows:
+        if row.skipped_steps:
+            yield f"{row.arm} left out {row.skipped_steps} steps whose loss or gradients were not finite."
+    pairs = [len(row.paired_seeds) for row in rows if row.difference is not None]
+    if pairs and smallest_permutation_p(min(pairs)) >= LEVEL:
+        yield (
+            f"With {_seeds(min(pairs))} a permutation test cannot give less than {smallest_permutation_p(min(pairs)):.2g}: "
+            "what is concluded below rests on the t-test, which takes the differences to be normal."
+        )
     if not any(row.is_baseline for row in rows):
         yield "The baseline has no finished run: no differences are given."
 
@@ -140,14 +149,21 @@ def verdict(row: Row) -> str:
     if row.p is None:
         same = f"{row.arm} differed from {row.baseline} by {row.difference:+.3f} bpc with every seed"
         return f"{same}; without any spread no interval can be trusted: {few}."
-    p = "p < 0.001" if row.p < 0.001 else f"p = {row.p:.3f}"
-    numbers = f"{row.difference:+.3f} bpc (95% interval {low:+.3f} to {high:+.3f}, {p}, {paired} paired seeds)"
+    assert row.p_holm is not None
+    numbers = (
+        f"{row.difference:+.3f} bpc (95% interval {low:+.3f} to {high:+.3f}, p {_p(row.p)}, "
+        f"corrected for the number of arms {_p(row.p_holm)}, {paired} paired seeds)"
+    )
     if paired < ENOUGH_SEEDS:
         return f"{row.arm} differed from {row.baseline} by {numbers}, but {few}."
-    if row.p >= SIGNIFICANT:
+    if row.p_holm >= LEVEL:
         return f"No difference is shown between {row.arm} and {row.baseline}: {numbers}."
     better = "lower (better)" if row.difference < 0 else "higher (worse)"
     return f"{row.arm} ended {better} than {row.baseline}: {numbers}."
+
+
+def _p(value: float) -> str:
+    return "< 0.001" if value < 0.001 else f"= {value:.3f}"
 
 
 def _seeds(count: int) -> str:

@@ -7,20 +7,15 @@ import io
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-from scipy import stats
 
 from plots.curves import half_interval
 from plots.files import write_whole
 from plots.runs import Run, by_arm
+from tasks.compare.statistics import Arrival, arrival, arrived, holm, paired_difference, validations
 
 
 @dataclass(frozen=True)
@@ -40,9 +35,14 @@ class Row:
         difference_half: Half its 95% t-interval.
         p: Two-sided paired t-test; None also when every seed differs by the same amount, because the
             test divides by that spread.
+        p_holm: The same, corrected for the number of such tests in the table.
+        p_permutation: Two-sided paired permutation test; never below 2/2ⁿ for n seeds.
         reached: Seeds whose validation came down to the baseline's final mean bpc.
         steps_to_baseline: Optimizer steps it took, mean over seeds; None unless every seed got there.
-        seconds_to_baseline: Training seconds it took, likewise. The baseline has its own totals here.
+        steps_half: Half its 95% t-interval over seeds; None also with one seed.
+        steps_at_least: Where some seed did not get there, what the mean of all exceeds.
+        seconds_to_baseline: Training seconds it took, like the steps. The baseline has its own totals here.
+        skipped_steps: Steps left out because they were not finite, over all seeds.
         tokens_per_second: Training bytes per second, mean over seeds.
         peak_memory_bytes: The largest over seeds.
         parameters: Trainable numbers in the model.
@@ -60,9 +60,14 @@ class Row:
     difference: float | None
     difference_half: float | None
     p: float | None
+    p_holm: float | None
+    p_permutation: float | None
     reached: int
     steps_to_baseline: float | None
+    steps_half: float | None
+    steps_at_least: float | None
     seconds_to_baseline: float | None
+    skipped_steps: int
     tokens_per_second: float | None
     peak_memory_bytes: int | None
     parameters: int | None
@@ -90,11 +95,13 @@ def summarize(runs: Sequence[Run], baseline: str, against: Mapping[str, str] | N
     """
     arms = by_arm(run for run in runs if run.finished)
     others = {arm: (against or {}).get(arm, baseline) for arm in arms}
-    return [_row(arm, group, baseline, others[arm], arms.get(others[arm], [])) for arm, group in arms.items()]
+    rows = [_row(arm, group, baseline, others[arm], arms.get(others[arm], [])) for arm, group in arms.items()]
+    corrected = iter(holm([row.p for row in rows if row.p is not None]))
+    return [row if row.p is None else replace(row, p_holm=next(corrected)) for row in rows]
 
 
 def _row(arm: str, runs: list[Run], main_baseline: str, baseline: str, against: list[Run]) -> Row:
-    ends = [_validations(run)[2][-1:] for run in against if math.isfinite(run.final_bpc)]
+    ends = [validations(run)[2][-1:] for run in against if math.isfinite(run.final_bpc)]
     target = float(np.mean(ends)) if against and len(ends) == len(against) else None
     final = {run.seed: run.final_bpc for run in runs}
     diverged = tuple(seed for seed, bpc in final.items() if not math.isfinite(bpc))
@@ -102,14 +109,12 @@ def _row(arm: str, runs: list[Run], main_baseline: str, baseline: str, against: 
     known = not diverged
     base = {run.seed: run.final_bpc for run in against if arm != baseline}
     paired = tuple(sorted(final.keys() & base.keys()))
-    mean, half, p = paired_difference([final[s] for s in paired], [base[s] for s in paired])
+    difference = paired_difference([final[s] for s in paired], [base[s] for s in paired])
     if arm == baseline:
-        ends = [_validations(run) for run in runs]
-        arrivals = [(float(step[-1]), float(seconds[-1])) for step, seconds, _ in ends if step.size]
+        own = [validations(run) for run in runs]
+        arrives = arrived([(float(step[-1]), float(seconds[-1])) for step, seconds, _ in own if step.size])
     else:
-        found = [first_at_or_below(run, target) for run in runs] if target is not None else []
-        arrivals = [arrival for arrival in found if arrival is not None]
-    everywhere = len(arrivals) == len(runs)
+        arrives = arrival(runs, target) if target is not None else Arrival(0)
     measured = [run.info.get("validation", {}) for run in runs]
     return Row(
         arm=arm,
@@ -120,12 +125,17 @@ def _row(arm: str, runs: list[Run], main_baseline: str, baseline: str, against: 
         bpc=float(values.mean()) if known else None,
         bpc_half=float(half_interval(values)) if known and len(values) > 1 else None,
         paired_seeds=paired,
-        difference=mean,
-        difference_half=half,
-        p=p,
-        reached=len(arrivals),
-        steps_to_baseline=_mean([step for step, _ in arrivals]) if everywhere else None,
-        seconds_to_baseline=_mean([seconds for _, seconds in arrivals]) if everywhere else None,
+        difference=difference.mean if difference else None,
+        difference_half=difference.half if difference else None,
+        p=difference.p if difference else None,
+        p_holm=None,  # known when all rows are
+        p_permutation=difference.p_permutation if difference else None,
+        reached=arrives.reached,
+        steps_to_baseline=arrives.steps,
+        steps_half=arrives.steps_half,
+        steps_at_least=arrives.steps_at_least,
+        seconds_to_baseline=arrives.seconds,
+        skipped_steps=sum(run.info.get("skipped_steps") or 0 for run in runs),
         tokens_per_second=_mean([run.info.get("tokens_per_second") for run in runs]),
         peak_memory_bytes=max((run.info.get("peak_memory_bytes") or 0 for run in runs), default=0) or None,
         parameters=_shared(run.info.get("parameters") for run in runs),
@@ -133,57 +143,6 @@ def _row(arm: str, runs: list[Run], main_baseline: str, baseline: str, against: 
         stride=_shared(one.get("stride") for one in measured),
         bytes_scored=_shared(one.get("bytes_scored") for one in measured),
     )
-
-
-def paired_difference(
-    values: Sequence[float], base: Sequence[float]
-) -> tuple[float | None, float | None, float | None]:
-    """Mean of values − base, half its 95% t-interval, and the two-sided paired t-test's p.
-
-    Pairs share a seed, hence batches and initial draws: what a seed does to both arms cancels.
-
-    Args:
-        values: Final bpc by seed.
-        base: The baseline's, same seeds in the same order.
-
-    Returns:
-        Three Nones with fewer than two pairs or a value that is not finite. When all pairs differ
-        by the same amount the interval is 0 wide and p is None.
-    """
-    if len(values) < 2 or not np.all(np.isfinite([values, base])):
-        return None, None, None
-    differences = np.subtract(values, base)
-    # Equal up to rounding: a t statistic would be rounding noise divided by rounding noise.
-    if np.ptp(differences) <= 1e-12 * max(np.max(np.abs(values)), np.max(np.abs(base))):
-        return float(differences.mean()), 0.0, None
-    p: Any = stats.ttest_rel(values, base).pvalue
-    return float(differences.mean()), float(half_interval(differences)), float(p)
-
-
-def first_at_or_below(run: Run, bpc: float) -> tuple[float, float] | None:
-    """Step and training second at which a run's validation first came down to ``bpc``.
-
-    Between two validations the curve is taken as straight; at the first there is nothing to
-    interpolate from, so its own step stands.
-
-    Returns:
-        (steps, seconds), or None when no validation was that low.
-    """
-    step, seconds, values = _validations(run)
-    below = np.flatnonzero(values <= bpc)
-    if below.size == 0:
-        return None
-    last = below[0]
-    if last == 0:
-        return float(step[0]), float(seconds[0])
-    part = (values[last - 1] - bpc) / (values[last - 1] - values[last])
-    between = [float(x[last - 1] + part * (x[last] - x[last - 1])) for x in (step, seconds)]
-    return between[0], between[1]
-
-
-def _validations(run: Run) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    done = np.isfinite(run.metrics["val/bpc"]) & np.isfinite(run.metrics["seconds"])
-    return run.metrics["step"][done], run.metrics["seconds"][done], run.metrics["val/bpc"][done]
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
@@ -194,77 +153,6 @@ def _mean(values: Iterable[float | None]) -> float | None:
 def _shared(values: Iterable[int | None]) -> int | None:
     distinct = set(values)
     return distinct.pop() if len(distinct) == 1 else None
-
-
-HEADINGS = (
-    ("arm", ""),
-    ("seeds", ""),
-    ("validation bpc", "± 95%"),
-    ("difference", "paired ± 95%"),
-    ("p", "paired t"),
-    ("steps to", "baseline bpc"),
-    ("seconds to", "baseline bpc"),
-    ("bytes/s", "training"),
-    ("peak", "MB"),
-    ("parameters", ""),
-)
-"""Column titles, each with the line that goes below it."""
-
-
-def cells(row: Row) -> tuple[str, ...]:
-    """Spell a row out for the reader, one cell per heading; the terminal and the report share it."""
-    if row.is_baseline:
-        difference, p = "baseline", ""
-    elif row.difference is not None and row.difference_half is not None:
-        difference = f"{row.difference:+.3f} ± {row.difference_half:.3f}\nto {row.baseline}"
-        p = "n/a: no spread" if row.p is None else "< 0.001" if row.p < 0.001 else f"{row.p:.3f}"
-    else:
-        reason = "n/a: needs ≥ 2 seeds" if len(row.paired_seeds) < 2 else "n/a: diverged"
-        difference, p = reason, "n/a"
-    if row.bpc is None:
-        bpc = f"diverged (seed {', '.join(map(str, row.diverged))})"
-    else:
-        bpc = f"{row.bpc:.3f}" + (f" ± {row.bpc_half:.3f}" if row.bpc_half is not None else "")
-    missed = f"not reached\n({row.reached} of {len(row.seeds)})"
-
-    def number(value: float | None, missing: str = "n/a") -> str:
-        return missing if value is None else f"{value:,.0f}"
-
-    return (
-        row.arm,
-        str(len(row.seeds)),
-        bpc,
-        difference,
-        p,
-        number(row.steps_to_baseline, missed),
-        number(row.seconds_to_baseline, "–"),
-        number(row.tokens_per_second),
-        number(None if row.peak_memory_bytes is None else row.peak_memory_bytes / 1e6),
-        number(row.parameters),
-    )
-
-
-def table(rows: Sequence[Row], columns: Sequence[int] = range(len(HEADINGS))) -> Table:
-    """Lay the rows out for a terminal, all ``HEADINGS`` or the chosen ones."""
-    grid = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for number in columns:
-        heading, below = HEADINGS[number]
-        justify = "right" if number else "left"
-        grid.add_column(f"{heading}\n{below}".strip(), justify=justify, overflow="fold")
-    for row in rows:
-        # Text, so that an arm called "[red]" is shown and not obeyed.
-        texts = [Text(cell) for cell in cells(row)]
-        grid.add_row(*(texts[number] for number in columns), style="bold" if row.is_baseline else "")
-    return grid
-
-
-def print_table(rows: Sequence[Row], console: Console) -> None:
-    """Print the table: whole where the terminal is wide enough, else quality first and cost below."""
-    whole = table(rows)
-    if console.measure(whole, options=console.options.update(width=1000)).maximum <= console.width:
-        console.print(whole)
-    else:
-        console.print(table(rows, (0, 1, 2, 3, 4)), table(rows, (0, 5, 6, 7, 8, 9)))
 
 
 def write_summary(rows: Sequence[Row], directory: str | Path) -> tuple[Path, Path]:
