@@ -210,6 +210,21 @@ def _named(data: dict[str, Any]) -> str:
     return f"{data.get('name')} ({data.get('size')} bytes, SHA-256 {str(data.get('sha256'))[:12]}…)"
 
 
+class StopAfter(Callback):
+    """End the training early, with the schedule of the whole.
+
+    Args:
+        steps: Optimizer steps to take.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any) -> None:
+        if trainer.global_step >= self.steps:
+            trainer.should_stop = True
+
+
 class ProgressBar(TQDMProgressBar):
     """Loss, bpc and tokens/s as they come, in a terminal; silent where nobody looks."""
 

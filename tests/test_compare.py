@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,11 @@ from rich.console import Console
 from plots.loss_curves import draw
 from plots.runs import find_runs
 from tasks.compare import __main__ as module
+from tasks.compare import local, process
 from tasks.compare.__main__ import main
+from tasks.compare.jobs import jobs
 from tasks.compare.plan import PlanError, read_plan, slug
-from tasks.compare.progress import Latest, latest
+from tasks.compare.progress import Display, Latest, latest
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,6 +40,8 @@ for key, value in zip(arguments, arguments[1:]):
         seed = int(value)
 with open(run_dir / "starts.txt", "a") as file:
     file.write(" ".join(arguments) + "\\n")
+(run_dir / "threads.txt").write_text(os.environ.get("OMP_NUM_THREADS", "free"))
+began = time.time()
 print("training says hello")
 if config.get("sleep"):
     (run_dir / "pid.txt").write_text(str(os.getpid()))
@@ -43,6 +49,11 @@ if config.get("sleep"):
     time.sleep(config["sleep"])
 if config.get("fail"):
     sys.exit("error: this arm cannot train")
+if config.get("diverge"):
+    make_run(run_dir, [(3, 4.0)], finished=False, seed=seed, diverged={"step": 4, "why": "the loss is nan"})
+    sys.exit("error: the loss is nan")
+time.sleep(config.get("pause", 0))
+(run_dir / "times.txt").write_text(f"{began} {time.time()}")
 bpc = 3 + config["effect"] + seed / 10 + seed * config["effect"] / 50
 make_run(run_dir, [(5, 5.0), (10, bpc)], finished=not config.get("stop_early"), seed=seed)
 """
@@ -294,14 +305,110 @@ def test_an_interrupt_stops_the_child_and_says_how_to_go_on(bench, how):
 
 
 def test_a_child_that_will_not_stop_is_killed(monkeypatch):
-    monkeypatch.setattr(module, "_GRACE", 0.2)
+    monkeypatch.setattr(process, "_GRACE", 0.2)
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert child.stdout is not None
     child.stdout.readline()
-    module._stop(child)
+    process.stop([child])
     assert child.returncode == -signal.SIGKILL
     child.stdout.close()
+
+
+def test_a_diverged_arm_is_named_with_its_step_and_the_others_are_reported(bench, capsys):
+    (bench / "configs/wild.yaml").write_text("diverge: true")
+    write_plan(bench, arms={"elu+1, none": ["zero.yaml"], "wild": ["wild.yaml"], "low": ["low.yaml"]})
+    assert run() == 1
+    assert "wild · seed 0: diverged at optimizer step 4: the loss is nan" in capsys.readouterr().out
+    report = (bench / "runs/test/report.html").read_text()
+    where = "runs/test/wild/seed-0/log.txt"
+    assert f"wild · seed 0 is left out: diverged at optimizer step 4: the loss is nan; see {where}" in report
+    assert [row["arm"] for row in json.loads((bench / "runs/test/summary.json").read_text())] == ["elu+1, none", "low"]
+
+
+# --- runs side by side
+
+
+def intervals(home, name="test"):
+    return [tuple(map(float, file.read_text().split())) for file in (home / "runs" / name).rglob("times.txt")]
+
+
+def most_at_once(spans):
+    return max(sum(begin <= moment < end for begin, end in spans) for moment, _ in spans)
+
+
+@pytest.mark.parametrize("side_by_side", [1, 2, 3])
+def test_so_many_runs_at_a_time_and_no_more(bench, monkeypatch, side_by_side):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(local, "usable_cpus", lambda: 7)
+    for name in ("zero", "low"):
+        path = bench / f"configs/{name}.yaml"
+        path.write_text(path.read_text() + "pause: 1\n")
+    assert run("--jobs", str(side_by_side)) == 0
+    assert {key: len(lines) for key, lines in starts(bench).items()} == dict.fromkeys(ALL, 1)
+    assert most_at_once(intervals(bench)) == side_by_side
+    threads = {file.read_text() for file in bench.rglob("threads.txt")}
+    assert threads == {{1: "free", 2: "3", 3: "2"}[side_by_side]}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--jobs", "0"], "--jobs must be at least 1, got 0"),
+        (["--jobs", "2", "--on", "ray"], "--jobs goes without --on ray"),
+        (["--cpus", "2"], "--cpus and --gpus go with --on ray"),
+        (["--on", "ray", "--cpus", "0"], "at least 1 CPU and 0 GPUs, got 0 and 0"),
+        (["--check", "runs"], "--check takes a folder of runs alone, got also configs/test.yaml"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(bench, capsys, flags, message):
+    assert run(*flags) == 2
+    assert message in capsys.readouterr().err
+    assert not (bench / "runs").exists()
+
+
+def test_a_comparison_needs_a_file(capsys):
+    assert main([]) == 2
+    assert "no comparison file given" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
+def test_no_training_process_outlives_the_comparison(bench, name):
+    """Not even one that is killed -9: the training sees its input close. Two runs side by side."""
+    training = bench / "training.py"
+    training.write_text(
+        "import os, pathlib, sys, time\n"
+        "run_dir = pathlib.Path(sys.argv[sys.argv.index('--run_dir') + 1])\n"
+        "(run_dir / 'pid.part').write_text(str(os.getpid()))\n"
+        "(run_dir / 'pid.part').rename(run_dir / 'pid.txt')\n"
+        "import tasks.enwik8.__main__ as enwik8\n"
+        "enwik8.Enwik8CLI = lambda *_: time.sleep(60)\n"
+        "enwik8.main([])\n"
+    )
+    code = "import sys; from tasks.compare.__main__ import main; "
+    code += "sys.exit(main(sys.argv[1:], command=(sys.executable, 'training.py')))"
+    comparison = subprocess.Popen(
+        [sys.executable, "-c", code, "configs/test.yaml", "--jobs", "2"], env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    files = [bench / "runs/test" / ALL[0] / "pid.txt", bench / "runs/test" / ALL[2] / "pid.txt"]
+    deadline = time.monotonic() + 60
+    while not all(file.exists() for file in files) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    pids = [int(file.read_text()) for file in files]
+    comparison.send_signal(signal.Signals[name])
+    comparison.wait(60)
+    deadline = time.monotonic() + 60
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(alive, pids))
+
+
+def alive(pid):
+    """Whether a process runs; one that has ended and waits to be collected does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 # --- the comparison file
@@ -310,7 +417,10 @@ def test_a_child_that_will_not_stop_is_killed(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sedes": [1]}, "unknown key sedes; known are name, base, settings, seeds, baseline, against, arms"),
+        ({"sedes": [1]}, "unknown key sedes; known are name, base, settings, seeds, baseline, against, arms, cpus"),
+        ({"cpus": 0}, "cpus must be a whole number ≥ 1"),
+        ({"cpus": 1.5}, "cpus must be a whole number ≥ 1"),
+        ({"gpus": -1}, "gpus a number ≥ 0, got 1 and -1"),
         ({"seeds": None}, "no seeds"),
         ({"baseline": None, "arms": None}, "no baseline, no arms"),
         ({"arms": {}}, "arms must map at least one name"),
@@ -389,11 +499,41 @@ def test_latest_reads_the_end_of_a_file_that_grows(tmp_path):
     assert Latest(3, 4.0, None, 1234.5).describe() == "train 4.000 · 1,234 bytes/s"
 
 
-def test_the_live_line_works_on_a_terminal(bench):
-    console = Console(force_terminal=True, width=120, record=True, file=(bench / "terminal.txt").open("w"))
-    (bench / "configs/low.yaml").write_text("{effect: -0.2, sleep: 1}")
+def on_terminal(bench, height=40):
+    return Console(force_terminal=True, width=120, height=height, record=True, file=(bench / "terminal.txt").open("w"))
+
+
+def test_one_live_table_shows_all_arms(bench):
+    """While they run: step, bpc and rate of each; at the end all are done."""
+    console = on_terminal(bench)
+    (bench / "configs/low.yaml").write_text("{effect: -0.2, sleep: 2}")
     plan = read_plan("configs/test.yaml")
-    assert module.compare(plan, command=(sys.executable, "fake.py"), console=console) == 0
-    text = console.export_text()
-    assert "[4/4] elu+1, numerator · seed 1: finished" in text
+    runner = partial(local.run_here, side_by_side=4)
+    assert module.compare(plan, command=(sys.executable, "fake.py"), console=console, run=runner) == 0
+    text = (bench / "terminal.txt").read_text() + console.export_text()
+    assert "elu+1, numerator · seed 1: finished" in text
     assert "report:  runs/test/report.html" in text
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    assert re.search(r"elu\+1, numerator +0/2 +seed 0 +3/\? +4\.000 +4\.000", plain)
+    assert re.search(r"elu\+1, none +2/2", plain)
+    assert re.search(r"all +4/4", plain)
+
+
+def test_on_a_low_terminal_the_table_keeps_what_runs_or_failed(bench):
+    arms = {f"arm {number}": ["zero.yaml"] for number in range(20)}
+    write_plan(bench, arms=arms, baseline="arm 0", seeds=[0])
+    listed = jobs(read_plan("configs/test.yaml"), "runs")
+    display = Display(on_terminal(bench, height=10), listed)
+    for job in listed[:3]:
+        display.event(job, "starts")
+    display.ended(listed[1], "failed: exit status 1")
+    display.ended(listed[2], None)
+    console = Console(width=100, record=True, file=(bench / "x").open("w"))
+    console.print(display._table())
+    text = console.export_text()
+    assert re.search(r"arm 0 +0/1 +seed 0 +begins", text)
+    assert "arm 1" in text
+    assert "seed 0 failed" in text
+    assert "arm 2" not in text
+    assert "arm 19" not in text
+    assert re.search(r"all +1/20", text)

@@ -1,6 +1,8 @@
 """Run every arm of a comparison with every seed, then draw, count and report.
 
-``python -m tasks.compare CONFIG [--root runs] [--name NAME] [--report_only] [--any.key=value …]``
+``python -m tasks.compare CONFIG [--root runs] [--name NAME] [--jobs N | --on ray] [--any.key=value …]``
+``python -m tasks.compare CONFIG --report_only``
+``python -m tasks.compare --check RUN_DIR [--steps K]``
 
 Finished runs are kept, interrupted ones go on where they stopped, and each run is a process of its own,
 so that one which fails takes no other with it.
@@ -9,34 +11,35 @@ so that one which fails takes no other with it.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import shlex
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
-from plots.files import write_whole
 from plots.loss_curves import draw
 from plots.runs import Run, RunError, read_run
+from tasks.compare.cluster import run_on_ray
 from tasks.compare.jobs import Job, check_same, jobs, recorded
+from tasks.compare.local import run_here
 from tasks.compare.plan import Plan, PlanError, check_flags, read_plan
-from tasks.compare.progress import display, title
+from tasks.compare.process import finished
+from tasks.compare.progress import Display, title
+from tasks.compare.repeat import repeat
 from tasks.compare.report import write_report
 from tasks.compare.summary import summarize, write_summary
 from tasks.compare.table import print_table
 
 COMMAND = (sys.executable, "-m", "tasks.enwik8")
-_TICK = 0.5  # seconds between two looks at a run
-_GRACE = 10.0  # seconds a run has to stop when asked, before it is killed
-_LOG_LINES = 15  # of a failed run's log that are shown
+
+Runner = Callable[[Sequence[Job], Sequence[str], Display, Sequence[int]], dict[Path, str]]
+"""Runs jobs, by a training command, telling a display, until asked to stop; returns what failed, by folder, and why."""
 
 
 def compare(
@@ -44,7 +47,7 @@ def compare(
     *,
     root: str | Path = "runs",
     flags: Sequence[str] = (),
-    report_only: bool = False,
+    run: Runner | None = run_here,
     command: Sequence[str] = COMMAND,
     console: Console | None = None,
 ) -> int:
@@ -54,7 +57,7 @@ def compare(
         plan: What to compare.
         root: Folder of experiments; runs go to ``<root>/<name>/<arm>/seed-<k>``.
         flags: Further arguments for every run, overriding the plan's settings.
-        report_only: Run nothing, report what is there.
+        run: How and where the runs are made; None: not at all, report what is there.
         command: The training command, to which each run's arguments are added.
         console: Where to print.
 
@@ -65,15 +68,14 @@ def compare(
         PlanError: A folder already holds a run with other configs or arguments. Nothing is started then.
         KeyboardInterrupt: Passed on after the current run has been stopped.
     """
-    # Without a terminal rich assumes 80 columns, too few for the table.
-    console = console or Console(width=None if sys.stdout.isatty() else 130, highlight=False)
+    console = console or _console()
     home = Path(root) / plan.name
-    if report_only and not flags:
+    if run is None and not flags:
         flags = _recorded_flags(jobs(plan, root))
     listed = jobs(plan, root, flags)
     for job in listed:
         check_same(job)
-    failures = {} if report_only else _run_all(listed, command, console)
+    failures = _run_missing(listed, run, command, console) if run else {}
     runs, problems = _collect(listed, plan.name, failures)
     for problem in problems:
         console.print(f"[yellow]note:[/] {escape(problem)}")
@@ -100,58 +102,22 @@ def compare(
     return 1 if failures else 0
 
 
-def _run_all(listed: Sequence[Job], command: Sequence[str], console: Console) -> dict[Path, str]:
-    """Run what has not finished, in order; returns what failed, by folder, and why."""
-    failures: dict[Path, str] = {}
-    with _signals() as asked_to_stop, display(console, len(listed)) as show:
-        for number, job in enumerate(listed, start=1):
-            if asked_to_stop:
-                raise KeyboardInterrupt
-            if _finished(job.directory):
-                show(job, number, "already finished")
-                continue
-            # Written first: a run interrupted at any later moment can be told from a foreign one.
-            write_whole(job.directory / "arm.json", json.dumps(job.record, indent=2, ensure_ascii=False) + "\n")
-            show(job, number, "starts")
-            status = _run(job, command, asked_to_stop, lambda job=job, number=number: show(job, number, ""))
-            if status == 0 and _finished(job.directory):
-                show(job, number, "finished")
-                continue
-            log = job.directory / "log.txt"
-            why = f"exit status {status}" if status else "it ended without finishing its training"
-            failures[job.directory] = f"failed: {why}; see {log}"
-            show(job, number, "failed")
-            tail = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-            console.print(f"{title(job)}: {why}. The end of {log}:", style="red", markup=False)
-            console.print("\n".join(f"  {line}" for line in tail), markup=False)
-    return failures
+def _console() -> Console:
+    # Without a terminal rich assumes 80 columns, too few for the table.
+    return Console(width=None if sys.stdout.isatty() else 130, highlight=False)
 
 
-def _run(job: Job, command: Sequence[str], asked_to_stop: Sequence[int], tick: Callable[[], None]) -> int:
-    """Run one training process to its end, or stop it and raise KeyboardInterrupt once a signal came."""
-    here = str(Path(__file__).resolve().parents[2])
-    paths = [here, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    with (job.directory / "log.txt").open("ab") as log:
-        child = subprocess.Popen(
-            [*command, *job.arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-        )
-        try:
-            while not asked_to_stop:
-                try:
-                    status = child.wait(_TICK)
-                except subprocess.TimeoutExpired:
-                    tick()
-                    continue
-                if not asked_to_stop:  # Ctrl-C reaches the process too: its end is then no failure
-                    return status
-            raise KeyboardInterrupt
-        finally:
-            _stop(child)  # whatever ends the wait, a full disk included: no process is left behind
+def _run_missing(listed: Sequence[Job], run: Runner, command: Sequence[str], console: Console) -> dict[Path, str]:
+    """Run what has not finished; returns what failed, by folder, and why."""
+    with _signals() as asked_to_stop, Display(console, listed) as display:
+        missing = []
+        for job in listed:
+            if finished(job):
+                display.event(job, "already finished")
+            else:
+                missing.append(job)
+        failures = run(missing, command, display, asked_to_stop)
+    return {folder: f"{why}; see {folder / 'log.txt'}" for folder, why in failures.items()}
 
 
 @contextmanager
@@ -168,24 +134,7 @@ def _signals() -> Iterator[list[int]]:
         yield came
     finally:
         for kind, handler in before.items():
-            signal.signal(kind, handler)
-
-
-def _stop(child: subprocess.Popen[bytes]) -> None:
-    if child.poll() is None:
-        child.terminate()
-        try:
-            child.wait(_GRACE)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-
-
-def _finished(directory: Path) -> bool:
-    try:
-        return json.loads((directory / "run.json").read_text())["finished"] is True
-    except (OSError, ValueError, LookupError, TypeError):
-        return False  # then it is run again, and the training command judges what lies there
+            signal.signal(kind, signal.SIG_IGN if came else handler)  # who has asked need not ask again: it is ending
 
 
 def _recorded_flags(listed: Sequence[Job]) -> Sequence[str]:
@@ -215,6 +164,24 @@ def _collect(listed: Sequence[Job], name: str, failures: dict[Path, str]) -> tup
     return runs, problems
 
 
+def _runner(options: argparse.Namespace, plan: Plan) -> Runner | None:
+    if options.report_only:
+        return None
+    if options.jobs < 1:
+        raise PlanError(f"--jobs must be at least 1, got {options.jobs}")
+    if options.on == "here":
+        if options.cpus is not None or options.gpus is not None:
+            raise PlanError("--cpus and --gpus go with --on ray; here, --jobs divides the cores")
+        return partial(run_here, side_by_side=options.jobs)
+    if options.jobs > 1:
+        raise PlanError("--jobs goes without --on ray: the cluster runs as many as it has room for")
+    cpus = plan.cpus if options.cpus is None else options.cpus
+    gpus = plan.gpus if options.gpus is None else options.gpus
+    if cpus < 1 or gpus < 0:
+        raise PlanError(f"a run needs at least 1 CPU and 0 GPUs, got {cpus} and {gpus:g}")
+    return partial(run_on_ray, cpus=cpus, gpus=gpus)
+
+
 def main(arguments: Sequence[str] | None = None, *, command: Sequence[str] = COMMAND) -> int:
     """Run a comparison from the command line; returns the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -225,15 +192,36 @@ def main(arguments: Sequence[str] | None = None, *, command: Sequence[str] = COM
         description="Run every arm of a comparison with every seed; then draw, count and report.",
         epilog="Any further --key=value goes to every run, e.g. --data.path FILE --trainer.max_steps 600.",
     )
-    parser.add_argument("config", metavar="CONFIG", help="comparison file (YAML), e.g. configs/compare/rope.yaml")
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="comparison file, e.g. configs/compare/rope.yaml")
     parser.add_argument("--root", default="runs", metavar="DIR", help="folder of experiments (default: runs)")
     parser.add_argument("--name", help="folder of this experiment (default: the file's name)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs side by side, dividing the cores")
+    parser.add_argument("--on", choices=["here", "ray"], default="here", help="ray: on the machines of a Ray cluster")
+    parser.add_argument(
+        "--cpus", type=int, metavar="N", help="with --on ray: cores of a run (default: the file's, or 1)"
+    )
+    parser.add_argument(
+        "--gpus", type=float, metavar="N", help="with --on ray: GPUs of a run (default: the file's, or 0)"
+    )
     parser.add_argument("--report_only", action="store_true", help="run nothing, report what is there")
+    parser.add_argument(
+        "--check", metavar="RUN_DIR", help="run the first steps again: do the recorded losses come out?"
+    )
+    parser.add_argument("--steps", type=int, default=10, metavar="K", help="with --check: how many (default: 10)")
     options, rest = parser.parse_known_args(given[:split])
+    rest = [*rest, *given[split + 1 :]]
     try:
+        if options.check:
+            if options.config or rest:
+                raise PlanError(
+                    f"--check takes a folder of runs alone, got also {' '.join([options.config or '', *rest])}"
+                )
+            return repeat(options.check, options.steps, command=command, console=_console())
+        if not options.config:
+            raise PlanError("no comparison file given, e.g. configs/compare/quick.yaml")
         plan = read_plan(options.config, options.name)
-        flags = check_flags([*rest, *given[split + 1 :]], "command line")
-        return compare(plan, root=options.root, flags=flags, report_only=options.report_only, command=command)
+        flags = check_flags(rest, "command line")
+        return compare(plan, root=options.root, flags=flags, run=_runner(options, plan), command=command)
     except (PlanError, RunError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-_KEYS = ("name", "base", "settings", "seeds", "baseline", "against", "arms")
+_KEYS = ("name", "base", "settings", "seeds", "baseline", "against", "arms", "cpus", "gpus")
 _OURS = ("--config", "--seed_everything", "--run_dir")  # a comparison sets these itself
 
 
@@ -41,6 +41,8 @@ class Plan:
         baseline: Label of the arm that the others are compared with.
         against: For some arms, another arm that they are compared with instead.
         arms: In the order of the file; their configs begin with the common base.
+        cpus: Cores that one run asks a cluster for.
+        gpus: GPUs, likewise; may be a fraction.
     """
 
     source: Path
@@ -50,6 +52,8 @@ class Plan:
     baseline: str
     against: dict[str, str]
     arms: tuple[Arm, ...]
+    cpus: int = 1
+    gpus: float = 0
 
 
 def read_plan(path: str | Path, name: str | None = None) -> Plan:
@@ -58,7 +62,7 @@ def read_plan(path: str | Path, name: str | None = None) -> Plan:
     Args:
         path: YAML with ``arms`` (name: list of configs), ``baseline`` (one of them), ``seeds``, and if
             wanted ``base`` (configs of every arm), ``settings`` (dotted keys), ``against`` (arm: its own
-            baseline) and ``name``. Paths are relative to the file.
+            baseline), ``cpus`` and ``gpus`` of a run, and ``name``. Paths are relative to the file.
         name: Overrides the file's.
 
     Raises:
@@ -100,6 +104,9 @@ def read_plan(path: str | Path, name: str | None = None) -> Plan:
         raise refuse(f"against must map arms to arms, got {against!r}; arms are {'; '.join(arms)}")
     if not (isinstance(settings, dict) and all(isinstance(key, str) for key in settings)):
         raise refuse(f"settings must map dotted keys to values, got {settings!r}")
+    cpus, gpus = content.get("cpus", 1), content.get("gpus", 0)
+    if not (type(cpus) is int and cpus >= 1 and type(gpus) in (int, float) and gpus >= 0):
+        raise refuse(f"cpus must be a whole number ≥ 1 and gpus a number ≥ 0, got {cpus!r} and {gpus!r}")
     name = name if name is not None else str(content.get("name", source.stem))
     if name != Path(name).name or name in ("", ".", ".."):
         raise PlanError(f"name {name!r} is not the name of one folder")
@@ -118,6 +125,8 @@ def read_plan(path: str | Path, name: str | None = None) -> Plan:
         baseline=content["baseline"],
         against=against,
         arms=tuple(Arm(one, slug(one), base + configs(files, f"arm {one!r}")) for one, files in arms.items()),
+        cpus=cpus,
+        gpus=gpus,
     )
 
 

@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -200,8 +201,16 @@ def _with_hyperparameters(args: list[str]) -> list[str]:
     return [args[0], "--config", yaml.safe_dump({"model": hyperparameters}), *args[1:]]
 
 
+def _end_with_stdin() -> None:
+    """Whoever started this process holds the other end of its input: once they are gone, it goes too."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command; a fault of the call ends in one message and an exit status that is not 0."""
+    if os.environ.get("LINROPE_END_WITH_STDIN"):
+        threading.Thread(target=_end_with_stdin, daemon=True).start()
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
     warnings.filterwarnings("ignore", module="lightning")
