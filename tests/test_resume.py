@@ -82,14 +82,14 @@ def kill_after(step: int, config: Path, run_dir: Path, *more: str) -> None:
         process.wait()
 
 
-def assert_same_run(one: Path, other: Path) -> None:
+def assert_same_run(one: Path, other: Path, steps: int = 20) -> None:
     """Weights, optimizer, schedule and every recorded figure but the clock's, bit for bit."""
     clock = ("seconds", "tokens_per_second")
     a, b = ([{k: v for k, v in row.items() if k not in clock} for row in rows(d)] for d in (one, other))
-    assert [int(row["step"]) for row in a] == list(range(1, 21))
+    assert [int(row["step"]) for row in a] == list(range(1, steps + 1))
     assert a == b
     x, y = (torch.load(d / "checkpoints" / "last.ckpt", weights_only=True) for d in (one, other))
-    assert x["global_step"] == y["global_step"] == 20
+    assert x["global_step"] == y["global_step"] == steps
     torch.testing.assert_close(x["state_dict"], y["state_dict"], rtol=0, atol=0)
     one_state, other_state = (tree_flatten(z["optimizer_states"])[0] for z in (x, y))
     assert len(one_state) == len(other_state) > 0
@@ -324,3 +324,54 @@ def test_killed_in_the_middle_of(straight, tmp_path, arrange, call):
         assert [part.stat().st_size for part in (broken / "checkpoints").glob(".*.part")] == [20_000]
     resumed_equals(straight, broken)
     assert not list(broken.rglob(".*.part"))
+
+
+# --- a comparison killed
+
+
+def comparison(home: Path, name: str) -> subprocess.Popen:
+    call = [sys.executable, "-m", "tasks.compare", "plan.yaml", "--jobs", "2", "--name", name]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(call, cwd=home, env=environment, start_new_session=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """A comparison of two arms by two seeds that nobody interrupted; long enough that all can be killed at once."""
+    home = tmp_path_factory.mktemp("compared")
+    for name, base in (("one", 10_000), ("other", 100)):
+        rotary = f"rotary: {{class_path: linrope.Rotary, init_args: {{base: {base}}}}}"
+        (home / f"{name}.yaml").write_text(TINY.replace("rotary: linrope.Rotary", rotary))
+    plan = "settings: {trainer.max_steps: 200, trainer.val_check_interval: 50}\n"
+    plan += "seeds: [3, 4]\nbaseline: one\narms: {one: [one.yaml], other: [other.yaml]}\n"
+    (home / "plan.yaml").write_text(plan)
+    assert comparison(home, "straight").wait(600) == 0
+    return home
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [True, False], ids=["all processes", "the comparison alone"])
+def test_a_comparison_with_two_arms_killed_picks_itself_up(compared, whole):
+    """Both arms are training when the kill -9 comes; afterwards every figure but the clock's is as if it had not."""
+    name = "killed" if whole else "orphaned"
+    killed = comparison(compared, name)
+    home = compared / "runs" / name
+    arms = [home / "one/seed-3", home / "other/seed-3"]
+    deadline = time.monotonic() + 300
+    while not all((arm / "checkpoints/last.ckpt").is_file() for arm in arms) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    if whole:
+        os.killpg(killed.pid, signal.SIGKILL)
+    else:
+        killed.kill()
+    killed.wait()
+    cut = [len(rows(arm)) for arm in arms]
+    assert all(3 <= done < 200 for done in cut), cut
+    assert comparison(compared, name).wait(600) == 0
+    for arm in ("one", "other"):
+        for seed in (3, 4):
+            assert_same_run(compared / f"runs/straight/{arm}/seed-{seed}", home / f"{arm}/seed-{seed}", 200)
+    first, second = (json.loads((compared / f"runs/{n}/summary.json").read_text()) for n in ("straight", name))
+    clock = {"seconds_to_baseline", "tokens_per_second", "peak_memory_bytes"}
+    for row, again in zip(first, second, strict=True):
+        assert {k: v for k, v in row.items() if k not in clock} == {k: v for k, v in again.items() if k not in clock}

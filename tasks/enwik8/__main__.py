@@ -203,7 +203,8 @@ def _with_hyperparameters(args: list[str]) -> list[str]:
 
 def _end_with_stdin() -> None:
     """Whoever started this process holds the other end of its input: once they are gone, it goes too."""
-    sys.stdin.buffer.read()
+    while os.read(0, 1024):  # not sys.stdin, whose lock this thread would hold when Python shuts down
+        pass
     os._exit(1)
 
 
