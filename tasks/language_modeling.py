@@ -85,12 +85,13 @@ class LanguageModeling(lightning.LightningModule):
         loss = mean_loss(self.network(tokens[:, :-1]), tokens[:, 1:])
         if torch.isfinite(loss):
             return loss
-        if self.max_skipped_steps == 0:
+        if self.max_skipped_steps == 0 and self.trainer.world_size == 1:
             culprit = first_non_finite_module(self.network, tokens[:, :-1])
             raise NonFiniteError(
                 f"the loss is {loss.item()}; first non-finite output: {culprit or 'none, the loss alone'}"
             )
-        return loss * math.nan  # spoils every gradient, so that all processes see it and skip the same step
+        # Spoils every gradient, so that all processes skip the same step, or all of them stop.
+        return loss * math.nan
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None

@@ -36,7 +36,9 @@ def configs(folder: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "configs" / folder).glob("*.yaml"))
 
 
-OVERLAYS = [c for folder in ("feature_maps", "positions", "attention", "networks") for c in configs(folder)]
+OVERLAYS = [
+    c for folder in ("feature_maps", "positions", "attention", "networks", "strategies") for c in configs(folder)
+]
 
 
 @pytest.fixture(autouse=True)
