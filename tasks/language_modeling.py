@@ -192,6 +192,8 @@ class LanguageModeling(lightning.LightningModule):
             {"params": readout, "weight_decay": self.weight_decay},
             {"params": others, "weight_decay": 0.0},
         ]
+        if self.muon and any(isinstance(parameter, DTensor) for parameter in hidden):
+            raise ValueError("Muon takes whole matrices, and this strategy shards them: give --model.muon=false")
         if self.muon:
             optimizer = MuonAdamW(hidden, plain, self.learning_rate, self.weight_decay, self.betas)
         else:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -219,6 +221,52 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(run_dir, capsys):
     assert str(checkpoint) in message
     assert checkpoint.read_bytes() == before
     assert fit(run_dir, f"--ckpt_path={checkpoint}", "--trainer.max_steps=4") == 0
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 2 MB of its own."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(disk)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a disk of one's own takes Linux and root")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("left", [0, 1000, 0.5])
+def test_a_disk_that_fills_up_ends_the_run_and_the_same_call_goes_on_once_there_is_room(small_disk, capsys, left):
+    """It fills up after step 2 but for nothing, a thousand bytes, or half a checkpoint; the log is on it, too."""
+    from tasks.callbacks import Randomness
+
+    call = ["--trainer.max_steps=6", "--checkpoint_every=1", "--trainer.val_check_interval=3"]
+    straight, run_dir, filler = small_disk / "a/b/seed-0", small_disk / "a/c/seed-0", small_disk / "filler"
+    assert fit(straight, *call) == 0
+    original = Randomness.on_train_batch_start
+
+    def fill(self, trainer, *args):
+        if trainer.global_step == 2 and not filler.exists():
+            free = shutil.disk_usage(small_disk).free
+            checkpoint = (run_dir / "checkpoints" / "last.ckpt").stat().st_size
+            filler.write_bytes(bytes(max(0, free - int(left * checkpoint if isinstance(left, float) else left))))
+        original(self, trainer, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Randomness, "on_train_batch_start", fill)
+        assert fit(run_dir, *call) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") or "\nerror: " in message
+    assert "No space left on device" in message
+    assert torch.load(run_dir / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 2
+    filler.unlink()
+    assert fit(run_dir, *call) == 0
+    first, second = (list(csv.DictReader((d / "metrics.csv").open())) for d in (straight, run_dir))
+    for row in first + second:
+        del row["seconds"], row["tokens_per_second"]
+    assert first == second
+    saved = [torch.load(d / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for d in (straight, run_dir)]
+    torch.testing.assert_close(*saved, rtol=0, atol=0)
 
 
 def test_a_prolonged_run_is_not_finished_until_it_is(run_dir, monkeypatch):
@@ -463,3 +511,50 @@ def test_a_second_process_waits_while_another_one_trains(run_dir):
     second.communicate(timeout=300)
     assert second.returncode == 0
     assert json.loads((run_dir / "run.json").read_text())["finished"]
+
+
+# --- checkpoints are data
+
+
+class Harmful:
+    """Unpickling it would make a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("use", ["resume", "fit", "validate", "test"])
+def test_no_code_in_a_checkpoint_is_run(run_dir, tmp_path, capsys, use):
+    assert fit(run_dir) == 0
+    checkpoint, mark = run_dir / "checkpoints" / "last.ckpt", tmp_path / "harm"
+    content = torch.load(checkpoint, weights_only=True)
+    torch.save(content | {"harm": Harmful(mark)}, checkpoint)
+    if use == "resume":
+        info = json.loads((run_dir / "run.json").read_text())
+        (run_dir / "run.json").write_text(json.dumps(info | {"finished": False}))
+        assert fit(run_dir) == 1
+    elif use == "fit":
+        other = run_dir.with_name("seed-1")
+        assert fit(other, f"--ckpt_path={checkpoint}", "--trainer.max_steps=3") == 1
+    else:
+        assert main([use, *TINY, f"--ckpt_path={checkpoint}"]) == 1
+    assert f"error: {checkpoint} is not a whole checkpoint" in capsys.readouterr().err
+    assert not mark.exists()
+    torch.load(checkpoint, weights_only=False)
+    assert mark.exists(), "it would have done harm"
+
+
+def test_every_load_of_a_checkpoint_is_of_data_alone():
+    """Read off the sources: torch.load is called with weights_only=True, Lightning's own loading not at all."""
+    for path in (p for package in ("linrope", "tasks", "plots") for p in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                called = ast.unparse(node.func)
+                assert node.func.attr != "load_from_checkpoint", path
+                if called in ("torch.load", "pickle.load", "pickle.loads"):
+                    assert called == "torch.load", path
+                    given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                    assert given.get("weights_only") == "True", path

@@ -180,3 +180,8 @@ def test_all_processes_skip_where_one_is_not_finite(home, strategy):
     assert counts[0] == 0
     assert counts[-1] >= 3
     assert info(run_dir)["skipped_steps"] == counts[-1]
+
+
+def test_muon_on_sharded_matrices_is_refused(home):
+    with pytest.raises(RuntimeError, match=r"error: Muon takes whole matrices.*--model.muon=false"):
+        fit(home, "fsdp2-muon", "--model.muon=true", strategy="fsdp2")
