@@ -153,19 +153,18 @@ def test_schedule_is_a_linear_rise_then_a_half_cosine():
     assert factor[100] == pytest.approx(0.1)
 
 
-def fit(network, path, tmp_path, **trainer):
-    module = LanguageModeling(network, learning_rate=0.1, warmup_steps=0)
-    datamodule = ByteData(path=str(path), seq_len=16, batch_size=2)
+def fit(network, path, tmp_path, steps=3, trainer=(), **options):
+    module = LanguageModeling(network, **{"learning_rate": 0.1, "warmup_steps": 0, **options})
     Trainer(
-        max_steps=3,
+        max_steps=steps,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         accelerator="cpu",
         default_root_dir=tmp_path,
         limit_val_batches=0,
-        **trainer,
-    ).fit(module, datamodule=datamodule)
+        **dict(trainer),
+    ).fit(module, datamodule=ByteData(path=str(path), seq_len=16, batch_size=2))
     return module
 
 
@@ -253,29 +252,14 @@ class PoisonedAt(nn.Module):
         return logits + 0 * (logits - logits.detach()).sqrt()  # finite, with a slope that is not
 
 
-def skipping(network, path, tmp_path, *, steps=4, accumulate=1, **options):
-    module = LanguageModeling(network, learning_rate=0.1, warmup_steps=0, **options)
-    trainer = Trainer(
-        max_steps=steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        accelerator="cpu",
-        default_root_dir=tmp_path,
-        limit_val_batches=0,
-        accumulate_grad_batches=accumulate,
-        gradient_clip_val=1.0,
-    )
-    trainer.fit(module, datamodule=ByteData(path=str(path), seq_len=16, batch_size=2))
-    return module
-
-
 @pytest.mark.parametrize("how", ["nan", "loss alone", "gradient"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_step_left_out_moves_nothing_but_the_schedule(split_file, tmp_path, how, accumulate):
     """Four steps of which the second is left out: by hand, AdamW steps on the others at their own rates."""
     torch.manual_seed(0)
-    module = skipping(PoisonedAt({accumulate}, how), split_file, tmp_path, accumulate=accumulate, max_skipped_steps=1)
+    trainer = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 1.0}
+    poisoned = PoisonedAt({accumulate}, how)
+    module = fit(poisoned, split_file, tmp_path, steps=4, trainer=trainer, max_skipped_steps=1)
     torch.manual_seed(0)
     table = nn.Embedding(256, 256)
     adamw = torch.optim.AdamW(table.parameters(), lr=0.1, betas=(0.9, 0.95), weight_decay=0.0)
@@ -300,7 +284,7 @@ def test_a_step_left_out_moves_nothing_but_the_schedule(split_file, tmp_path, ho
 @pytest.mark.parametrize("how", ["nan", "gradient"])
 def test_more_steps_than_may_be_left_out_stop_the_run(split_file, tmp_path, how):
     with pytest.raises(NonFiniteError, match=r"first that of table\.weight, and 2 steps were skipped already"):
-        skipping(PoisonedAt({0, 1, 3}, how), split_file, tmp_path, max_skipped_steps=2)
+        fit(PoisonedAt({0, 1, 3}, how), split_file, tmp_path, steps=4, max_skipped_steps=2)
 
 
 def test_a_negative_number_of_steps_to_leave_out_is_refused():
