@@ -74,6 +74,7 @@ def read_run(directory: str | Path) -> Run:
     folder = Path(directory).resolve()
     metrics = _read_metrics(folder / "metrics.csv")
     info = _read_json(folder / "run.json")
+    _check_info(folder / "run.json", info)
     seed = re.fullmatch(r"seed-(\d+)", folder.name)
     arm_folder = folder.parent if seed else folder
     return Run(
@@ -171,6 +172,17 @@ def _read_metrics(path: Path) -> dict[str, np.ndarray]:
             raise RunError(f"{path}: {name} goes backwards; do the rows come from two runs?")
     metrics.setdefault("val/bpc", np.full(len(rows), math.nan))
     return metrics
+
+
+def _check_info(path: Path, info: dict[str, Any]) -> None:
+    """Refuse figures that are none: what reads them counts on it."""
+    validation = info.get("validation", {})
+    if not isinstance(validation, dict):
+        raise RunError(f"{path}: validation should be an object, got {validation!r}")
+    figures = {key: info.get(key) for key in ("tokens_per_second", "peak_memory_bytes", "parameters", "skipped_steps")}
+    for key, value in {**figures, "validation.bpc": validation.get("bpc")}.items():
+        if value is not None and not isinstance(value, (int, float)):
+            raise RunError(f"{path}: {key} should be a number, got {value!r}")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -49,6 +49,8 @@ class Randomness(Callback):
 class Claim(Callback):
     """Put a call's settings into the run's folder, once every process is there and has looked into it.
 
+    Checkpoints remember the data, too: a run does not go on with others.
+
     Args:
         run: Where the run leaves its files.
         settings: All of them.
@@ -57,10 +59,26 @@ class Claim(Callback):
 
     def __init__(self, run: RunDirectory, settings: dict[str, Any], starts_elsewhere: bool) -> None:
         self.run, self.settings, self.starts_elsewhere = run, settings, starts_elsewhere
+        self._data: dict[str, Any] = {}
 
     def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+        self._data = described(trainer)
         if stage == "fit" and trainer.is_global_zero:
             self.run.claim(self.settings, self.starts_elsewhere)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"data": self._data}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        then, now = state_dict["data"], self._data
+        if then != now and not self.starts_elsewhere:
+            raise RunError(f"{self.run.path} was trained on other data: {_named(then)} then, {_named(now)} now")
+
+
+def described(trainer: lightning.Trainer) -> dict[str, Any]:
+    """Name, size and SHA-256 of the data."""
+    corpus = trainer.datamodule.corpus  # type: ignore[attr-defined]
+    return {"name": corpus.name, "size": corpus.size, "sha256": corpus.sha256}
 
 
 class Recorder(Callback):
@@ -78,6 +96,7 @@ class Recorder(Callback):
         self.result: dict[str, Any] = {}
         self._step, self._tokens, self._start = 0, 0, 0.0
         self._losses: list[torch.Tensor] = []
+        self._then: dict[str, Any] = {}
         self._step_seconds = self._rate = self._flushed = 0.0
 
     def state_dict(self) -> dict[str, Any]:
@@ -86,19 +105,19 @@ class Recorder(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.seconds, self._tokens = state_dict["seconds"], state_dict["tokens"]
 
+    def on_fit_start(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
+        self._then = self.run.info
+        if trainer.is_global_zero:
+            self.run.update(self._origin(trainer, pl_module))
+
     def on_train_start(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
         self._step = trainer.global_step
         self.run.metrics.rewind(self._step)
-        now, then = self._origin(trainer, pl_module), self.run.info
-        if then.get("data") not in (None, now["data"]):
-            raise RunError(
-                f"{self.run.path} was trained on other data: {_named(then['data'])} then, {_named(now['data'])} now"
-            )
-        if self._step:
+        if self._step and trainer.is_global_zero:
+            then, now = self._then, self._origin(trainer, pl_module)
             changed = {key: [then[key], value] for key, value in now.items() if key in then and then[key] != value}
-            now["resumed"] = [*then.get("resumed", []), {"step": self._step, "changed": changed}]
-        if trainer.is_global_zero:
-            self.run.update(now | {"diverged": None})
+            again = {"step": self._step, "changed": changed}
+            self.run.update({"resumed": [*then.get("resumed", []), again]})
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *args: Any) -> None:
         self._start = time.perf_counter()
@@ -181,10 +200,9 @@ class Recorder(Callback):
 
     def _origin(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> dict[str, Any]:
         """What it takes to make the run again."""
-        corpus = trainer.datamodule.corpus  # type: ignore[attr-defined]
         return {
             "config": self.run.config,
-            "data": {"name": corpus.name, "size": corpus.size, "sha256": corpus.sha256},
+            "data": described(trainer),
             "precision": trainer.precision,
             "processes": trainer.world_size,
         } | environment(pl_module.device)

@@ -22,7 +22,7 @@ class Checkpoints(Callback):
 
     One is taken every so many steps, after every validation and at the end. Where a step is followed by a
     validation, the checkpoint waits for its end: otherwise a run that is interrupted in between would go
-    on without having validated there.
+    on without having validated there. None is taken while gradients are being accumulated, for they are not in it.
 
     Args:
         run: Where the run leaves its files.
@@ -31,14 +31,15 @@ class Checkpoints(Callback):
 
     def __init__(self, run: RunDirectory, every: int) -> None:
         self.run, self.every = run, every
-        self._saved_step = -1
+        self._saved_step, self._batches = -1, 0
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._saved_step = trainer.global_step
+        self._batches = trainer.global_step * trainer.accumulate_grad_batches
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any) -> None:
-        batches = trainer.global_step * trainer.accumulate_grad_batches
-        validates = trainer.enable_validation and batches % (trainer.val_check_batch or math.inf) == 0
+        self._batches += 1
+        validates = trainer.enable_validation and self._batches % (trainer.val_check_batch or math.inf) == 0
         if not validates and trainer.global_step % self.every == 0:
             self._save(trainer)
 
@@ -51,7 +52,7 @@ class Checkpoints(Callback):
 
     def _save(self, trainer: lightning.Trainer) -> None:
         step = trainer.global_step
-        if step != self._saved_step:
+        if step != self._saved_step and self._batches == step * trainer.accumulate_grad_batches:
             self._saved_step = step
             try:
                 trainer.save_checkpoint(self.run.checkpoint, weights_only=False)  # with the optimizer and the counters

@@ -92,16 +92,22 @@ class RunDirectory:
 
     def began_with(self, settings: dict[str, Any]) -> bool:
         """Whether the run was called with these settings, the checkpoint that it began from included."""
-        was = self.config
+        was = self._settings
         return bool(was) and not differences(was, settings) and was.get("ckpt_path") == settings.get("ckpt_path")
 
     def check(self, settings: dict[str, Any]) -> None:
         """Refuse a call with settings other than those of the run that is here.
 
         Raises:
-            RunError: The folder belongs to a run with other settings.
+            RunError: The folder belongs to a run with other settings, or it cannot be told with which.
         """
-        changes = differences(self.config, settings) if self.config and self._is_begun else []
+        if not self._is_begun:
+            return
+        if not self._settings:
+            raise RunError(
+                f"{self.path / 'config.yaml'} is empty or gone, so whose run this is cannot be told; delete the folder"
+            )
+        changes = differences(self._settings, settings)
         if changes:
             listed = "\n".join(f"  {change}" for change in changes[:10])
             raise RunError(
@@ -119,12 +125,20 @@ class RunDirectory:
         """
         for left in (*self.path.glob(".*.part"), *self.checkpoint.parent.glob(".*.part")):
             left.unlink(missing_ok=True)  # of a process that was killed while it wrote
-        if starts_elsewhere and self.info:
-            self.update({"finished": False, "data": None})
+        if starts_elsewhere:
+            if not Path(settings["ckpt_path"]).resolve().is_relative_to(self.path.resolve()):
+                self.metrics.rewind(0)  # the rows are of a run that this one does not continue
+            if self.info:
+                self.update({"finished": False, "diverged": None})
         elif not self._is_begun:
             (self.path / "run.json").unlink(missing_ok=True)
-        if starts_elsewhere or not self._is_begun:
+        if starts_elsewhere or not self._is_begun or not self.config:
             write_whole(self.path / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """What the run was called with; run.json has a copy."""
+        return self.config or self.info.get("config") or {}
 
     @property
     def _is_begun(self) -> bool:

@@ -118,10 +118,11 @@ ALL = ["elu+1-none/seed-0", "elu+1-none/seed-1", "elu+1-numerator/seed-0", "elu+
 def test_everything_is_run_once_and_leaves_its_files(bench, capsys):
     assert run() == 0
     assert {key: len(lines) for key, lines in starts(bench).items()} == dict.fromkeys(ALL, 1)
-    assert starts(bench)["elu+1-numerator/seed-1"] == [
-        "fit --config configs/base.yaml --config configs/low.yaml --seed_everything 1 "
+    (start,) = starts(bench)["elu+1-numerator/seed-1"]
+    assert re.sub(r"-[0-9a-f]{8}\.yaml", ".yaml", start) == (
+        "fit --config runs/test/.configs/base.yaml --config runs/test/.configs/low.yaml --seed_everything 1 "
         "--run_dir runs/test/elu+1-numerator/seed-1 --trainer.max_steps=10 --flag=true"
-    ]
+    )
     home = bench / "runs/test"
     for name in ("loss_curves.png", "loss_curves.svg", "summary.csv", "summary.json", "report.html"):
         assert (home / name).stat().st_size > 100
@@ -324,6 +325,124 @@ def test_a_diverged_arm_is_named_with_its_step_and_the_others_are_reported(bench
     where = "runs/test/wild/seed-0/log.txt"
     assert f"wild · seed 0 is left out: diverged at optimizer step 4: the loss is nan; see {where}" in report
     assert [row["arm"] for row in json.loads((bench / "runs/test/summary.json").read_text())] == ["elu+1, none", "low"]
+
+
+def test_a_config_edited_while_the_comparison_runs_changes_nothing_in_it(bench, monkeypatch):
+    """The first run edits it; all train on it as it was, and the report shows it as it was."""
+    (bench / "configs/zero.yaml").write_text("{effect: 0.0, edit: configs/low.yaml}")
+    before = (bench / "configs/low.yaml").read_text()
+    fake = (bench / "fake.py").read_text()
+    edit = 'if config.get("edit"):\n    pathlib.Path(config["edit"]).write_text("effect: 5.0")\n'
+    (bench / "fake.py").write_text(fake.replace('print("training says hello")', edit + 'print("training says hello")'))
+    assert run() == 0
+    assert (bench / "configs/low.yaml").read_text() == "effect: 5.0"
+    (row,) = [r for r in json.loads((bench / "runs/test/summary.json").read_text()) if r["arm"] == "elu+1, numerator"]
+    assert row["difference"] == pytest.approx(-0.202)
+    assert before.strip() in (bench / "runs/test/report.html").read_text()
+    assert run() == 2, "it is another comparison now"
+
+
+def test_two_comparisons_of_one_name_take_turns(bench):
+    """The second begins while the first runs; it waits, and is then refused, for its runs are others."""
+    (bench / "configs/low.yaml").write_text("{effect: -0.2, pause: 2}")
+    write_plan(bench, name="same", seeds=[0])
+    (bench / "configs/test.yaml").rename(bench / "configs/first.yaml")
+    write_plan(bench, name="same", seeds=[0], settings={"x": 1})
+    code = "import sys; from tasks.compare.__main__ import main; "
+    code += "sys.exit(main(sys.argv[1:], command=(sys.executable, 'fake.py')))"
+
+    def begin(name):
+        return subprocess.Popen(
+            [sys.executable, "-c", code, f"configs/{name}.yaml"],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    first = begin("first")
+    deadline = time.monotonic() + 60
+    while not list((bench / "runs").rglob("starts.txt")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    second = begin("test")
+    _, error = second.communicate(timeout=60)
+    assert second.returncode == 2
+    assert "waiting: another comparison is running in runs/same" in error
+    assert "settings: --trainer.max_steps=10 --flag=true then, --x=1 now" in error
+    first.communicate(timeout=60)
+    assert first.returncode == 0
+    assert {len(lines) for lines in starts(bench, "same").values()} == {1}
+
+
+def change(directory, **facts):
+    path = directory / "run.json"
+    content = json.loads(path.read_text()) | facts
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+
+
+def test_divergence_is_told_of_the_last_call_alone_and_also_without_running(bench, capsys):
+    assert run() == 0
+    diverged = {"step": 4, "why": "the loss is nan"}
+    change(bench / "runs/test" / ALL[1], finished=False, diverged=diverged)
+    change(bench / "runs/test" / ALL[3], finished=False, diverged=None)
+    capsys.readouterr()
+    assert run("--report_only") == 0
+    out = capsys.readouterr().out
+    assert "elu+1, none · seed 1 is left out: diverged at optimizer step 4: the loss is nan" in out
+    assert "elu+1, numerator · seed 1 is left out: not finished, it stands at step 10" in out
+
+
+def test_a_run_that_was_never_validated_did_not_diverge(bench, capsys):
+    assert run() == 0
+    for seed in (2, 3):
+        change(bench / "runs/test" / ALL[seed], validation=...)
+    assert run("--report_only") == 0
+    out = capsys.readouterr().out
+    assert "elu+1, numerator · seed 0 is left out: it was never validated" in out
+    assert "diverged" not in out
+
+
+def test_a_run_of_another_seed_is_left_out(bench, capsys):
+    assert run() == 0
+    change(bench / "runs/test" / ALL[1], seed=7)
+    assert run("--report_only") == 0
+    assert "elu+1, none · seed 1 is left out: its run.json says seed 7" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"validation": None},
+        {"validation": {"bpc": "x"}},
+        {"tokens_per_second": "fast"},
+        {"peak_memory_bytes": [1]},
+        {"parameters": {}},
+    ],
+)
+def test_a_run_json_with_odd_contents_is_left_out_with_the_reason(bench, capsys, facts):
+    assert run() == 0
+    change(bench / "runs/test" / ALL[1], **facts)
+    assert run("--report_only") == 0
+    (key,) = facts
+    assert re.search(rf"elu\+1, none · seed 1 is left out: .*run\.json: {key}.* should be", capsys.readouterr().out)
+
+
+def test_an_odd_arm_json_is_refused(bench, capsys):
+    assert run() == 0
+    path = bench / "runs/test" / ALL[1] / "arm.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"configs": [1]}))
+    assert run("--report_only") == 2
+    assert "arm.json is not what a comparison writes" in capsys.readouterr().err
+
+
+def test_what_to_mind_is_said_in_the_terminal_too(bench, capsys):
+    assert run() == 0
+    change(bench / "runs/test" / ALL[1], data={"name": "other", "size": 1, "sha256": "ff"})
+    capsys.readouterr()
+    assert run("--report_only") == 0
+    out = capsys.readouterr().out
+    assert "note: Runs used different data: the arms are not comparable as they stand." in out
+    assert "Runs used different data" in (bench / "runs/test/report.html").read_text()
 
 
 # --- runs side by side

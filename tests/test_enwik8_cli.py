@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from tasks.enwik8.__main__ import main
+from tasks.enwik8.__main__ import Enwik8CLI, main
 from tasks.enwik8.data import ByteData
 from tasks.language_modeling import LanguageModeling
 from tasks.run_directory import RunDirectory
@@ -496,6 +496,91 @@ def test_a_run_does_not_go_on_with_other_data(run_dir, tmp_path, monkeypatch, ca
     assert (run_dir / "checkpoints/last.ckpt").read_bytes() == before
     text.write_bytes(bytes(range(256)) * 40)
     assert fit(run_dir, *call) == 0
+
+
+def test_other_data_are_not_scored_as_the_runs_own_either(run_dir, tmp_path, monkeypatch, capsys):
+    """It is interrupted in its last validation: nothing is left to train, and run.json may be lost besides."""
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(256)) * 40)
+    call = [f"--data.path={text}", "--trainer.max_steps=3", "--checkpoint_every=1", "--trainer.val_check_interval=2"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Enwik8CLI, "after_fit", lambda self: (_ for _ in ()).throw(OSError("the lights went out")))
+        assert fit(run_dir, *call) == 1
+    text.write_bytes(bytes(range(256))[::-1] * 40)
+    (run_dir / "run.json").unlink()
+    capsys.readouterr()
+    assert fit(run_dir, *call) == 1
+    assert "was trained on other data: text (10240 bytes" in capsys.readouterr().err
+    text.write_bytes(bytes(range(256)) * 40)
+    assert fit(run_dir, *call) == 0
+    info = json.loads((run_dir / "run.json").read_text())
+    assert info["finished"]
+    for key in ("config", "data", "torch", "device", "code_version", "precision"):
+        assert info[key], "it is written again where it was lost"
+
+
+def test_a_checkpoint_of_another_run_may_go_on_with_other_data(run_dir, tmp_path):
+    assert fit(run_dir) == 0
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(256)) * 40)
+    other = run_dir.with_name("seed-1")
+    assert (
+        fit(other, f"--ckpt_path={run_dir}/checkpoints/last.ckpt", f"--data.path={text}", "--trainer.max_steps=4") == 0
+    )
+    assert json.loads((other / "run.json").read_text())["data"]["name"] == "text"
+
+
+def test_starting_from_another_run_leaves_no_rows_of_the_one_before(run_dir, tmp_path):
+    source = tmp_path / "source" / "arm" / "seed-0"
+    assert fit(source) == 0
+    assert fit(run_dir, "--trainer.max_steps=4") == 0
+    assert fit(run_dir, f"--ckpt_path={source}/checkpoints/last.ckpt", "--trainer.max_steps=5") == 0
+    assert [row["step"] for row in csv.DictReader((run_dir / "metrics.csv").open())] == ["3", "4", "5"]
+
+
+def test_going_on_from_its_own_checkpoint_keeps_the_rows(run_dir):
+    assert fit(run_dir) == 0
+    assert fit(run_dir, f"--ckpt_path={run_dir}/checkpoints/last.ckpt", "--trainer.max_steps=4") == 0
+    assert [row["step"] for row in csv.DictReader((run_dir / "metrics.csv").open())] == ["1", "2", "3", "4"]
+
+
+def test_a_lost_config_is_known_from_run_json_and_without_both_the_folder_is_nobodys(run_dir, capsys):
+    assert fit(run_dir) == 0
+    (run_dir / "config.yaml").write_text("")
+    assert fit(run_dir, "--model.learning_rate=0.5") == 1
+    assert "belongs to a run with other settings" in capsys.readouterr().err
+    change = {"finished": False}
+    path = run_dir / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert fit(run_dir) == 0
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["trainer"]["max_steps"] == 2
+    (run_dir / "config.yaml").write_text("")
+    path.unlink()
+    assert fit(run_dir) == 1
+    assert "config.yaml is empty or gone" in capsys.readouterr().err
+
+
+def test_a_call_that_fails_early_does_not_repeat_an_old_divergence(sometimes, run_dir, tmp_path):
+    text = tmp_path / "text"
+    text.write_bytes(bytes(4000))  # every batch is unlucky
+    call = [f"--data.path={text}"]
+    assert fit(run_dir, *call, base=sometimes) == 1
+    assert json.loads((run_dir / "run.json").read_text())["diverged"]["step"] == 1
+    text.unlink()
+    assert fit(run_dir, *call, base=sometimes) == 1
+    assert json.loads((run_dir / "run.json").read_text())["diverged"] is None
+
+
+@pytest.mark.parametrize("flag", ["--seed_every=5", "--run_di=elsewhere", "--trainer.max_st=1"])
+def test_abbreviated_flags_are_refused(run_dir, capsys, flag):
+    assert fit(run_dir, flag) != 0
+    assert flag.split("=")[0] in capsys.readouterr().err
+    assert not run_dir.exists()
+
+
+def test_a_dry_run_of_lightning_is_refused_for_it_keeps_nothing(run_dir, capsys):
+    assert fit(run_dir, "--trainer.fast_dev_run=true") == 1
+    assert "--trainer.max_steps" in capsys.readouterr().err
 
 
 def test_a_second_process_waits_while_another_one_trains(run_dir):

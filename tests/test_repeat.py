@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import re
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -129,3 +135,46 @@ def test_the_training_of_a_check_stops_early_on_the_whole_schedule(experiment, c
     assert "--trainer.max_steps=2" in TINY
     assert len({row["lr"] for row in table}) == 5
     assert check(experiment / "one", steps=2) == 0
+
+
+def test_nothing_compared_is_nothing_shown(experiment, capsys):
+    path = experiment / "one/seed-0/metrics.csv"
+    head, *lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([head, *lines[3:]]))
+    assert check(experiment / "one") == 1
+    assert "one · seed 0: no step could be compared" in capsys.readouterr().out
+
+
+def test_a_divergence_that_does_not_come_again_is_another_result(experiment, capsys):
+    path = experiment / "one/seed-0/run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"diverged": {"step": 3, "why": "the loss is nan"}}))
+    assert check(experiment / "one", steps=2) == 0, "that is beyond the steps that are made again"
+    assert check(experiment / "one", steps=3) == 1
+    assert "diverged: {'step': 3, 'why': 'the loss is nan'} then, None now" in capsys.readouterr().out
+
+
+def test_a_divergence_that_comes_again_is_the_same(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    run_dir = tmp_path / "experiment" / "wild" / "seed-0"
+    assert train(run_dir, "--trainer.max_steps=9", "--model.learning_rate=1e30", "--model.muon=false") == 1
+    assert check(run_dir, steps=9) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"wild · seed 0: the same losses to the last digit, \d steps$", out.strip())
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_an_interrupted_check_leaves_nothing_behind(experiment, tmp_path, name):
+    """Its training is stopped and its folder is gone."""
+    call = [sys.executable, "-m", "tasks.compare", "--check", str(experiment / "one"), "--steps", "5"]
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    process = subprocess.Popen(call, cwd=ROOT, env=os.environ | {"TMPDIR": str(temporary)}, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not list(temporary.rglob("log.txt")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.Signals[name])
+    assert process.wait(60) == 130
+    assert not list(temporary.rglob("log.txt"))
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)

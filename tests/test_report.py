@@ -39,7 +39,7 @@ def page(root, **changes):
         "rows": rows,
         "picture": picture,
         "problems": [],
-        "arms": {row.arm: [overlay] for row in rows},
+        "arms": {row.arm: [(str(overlay), overlay.read_text())] for row in rows},
         "settings": ["--trainer.max_steps=20"],
         "command": "python -m tasks.compare x.yaml --root 'a b'",
         **changes,
@@ -106,13 +106,21 @@ def test_a_difference_within_the_noise_is_not_called_one(tmp_path):
     [
         ((2.0,), "1 seed is too few to conclude"),
         ((2.0, 2.21), "2 seeds are too few to conclude"),
-        ((2.0, 2.2, 2.1), "3 seeds are too few to conclude"),  # the same by every seed: no spread, no test
+        # The same by every seed: no spread, no test.
+        ((2.0, 2.2, 2.1), "without any spread there is no interval and no t-test, and nothing is concluded"),
     ],
 )
 def test_too_few_seeds_conclude_nothing_however_large_the_difference(tmp_path, values, few):
     text = verdict_of(tmp_path, values)
     assert few in text
     assert "better" not in text
+
+
+def test_a_diverged_baseline_is_the_reason_given(tmp_path):
+    finals(tmp_path, "base", (3.0, float("nan"), 3.1))
+    finals(tmp_path, "arm", (2.9, 3.0, 3.0))
+    rows = {row.arm: row for row in summarize(find_runs(tmp_path), "base")}
+    assert verdict(rows["arm"]).endswith("(3 seeds). No difference to base is given: base diverged.")
 
 
 def test_a_diverged_arm_concludes_nothing(tmp_path):

@@ -157,6 +157,31 @@ def test_resume_in_process_equals_straight(config, tmp_path, monkeypatch, networ
     assert (broken / "metrics.csv").read_bytes() == finished
 
 
+@pytest.mark.parametrize("interval", [3, 5])
+def test_a_validation_while_gradients_accumulate_does_not_spoil_resuming(config, tmp_path, monkeypatch, interval):
+    """Every third or fifth batch, two batches a step: it falls between the two, where no checkpoint can be taken."""
+    from tasks.callbacks import Recorder
+    from tasks.enwik8.__main__ import main
+
+    monkeypatch.chdir(ROOT)
+    more = ["--trainer.accumulate_grad_batches=2", f"--trainer.val_check_interval={interval}", "--checkpoint_every=100"]
+    straight, broken = tmp_path / "exp/straight/seed-3", tmp_path / "exp/broken/seed-3"
+    assert main(command(config, straight, *more)[3:]) == 0
+    original = Recorder.on_train_batch_start
+    for crash_at in (4, 9, 16):
+
+        def crash(self, trainer, *args, crash_at=crash_at):
+            if trainer.global_step == crash_at:
+                raise OSError("the lights went out")
+            original(self, trainer, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Recorder, "on_train_batch_start", crash)
+            assert main(command(config, broken, *more)[3:]) == 1
+    assert main(command(config, broken, *more)[3:]) == 0
+    assert_same_run(straight, broken)
+
+
 # --- killed anywhere
 
 

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,12 +28,13 @@ from tasks.compare.cluster import run_on_ray
 from tasks.compare.jobs import Job, check_same, jobs, recorded
 from tasks.compare.local import run_here
 from tasks.compare.plan import Plan, PlanError, check_flags, read_plan
-from tasks.compare.process import finished
+from tasks.compare.process import divergence, finished, signals
 from tasks.compare.progress import Display, title
 from tasks.compare.repeat import repeat
-from tasks.compare.report import write_report
+from tasks.compare.report import warnings, write_report
 from tasks.compare.summary import summarize, write_summary
 from tasks.compare.table import print_table
+from tasks.locks import alone
 
 COMMAND = (sys.executable, "-m", "tasks.enwik8")
 
@@ -73,18 +73,21 @@ def compare(
     if run is None and not flags:
         flags = _recorded_flags(jobs(plan, root))
     listed = jobs(plan, root, flags)
-    for job in listed:
-        check_same(job)
-    failures = _run_missing(listed, run, command, console) if run else {}
+    with alone(home / ".lock", f"another comparison is running in {home}") if run else nullcontext():
+        for job in listed:
+            check_same(job)
+        failures = _run_missing(listed, run, command, console) if run else {}
     runs, problems = _collect(listed, plan.name, failures)
+    rows = summarize(runs, plan.baseline, plan.against)
+    problems = [*(warnings(runs, rows) if runs else ()), *problems]
     for problem in problems:
-        console.print(f"[yellow]note:[/] {escape(problem)}")
+        console.print(f"[yellow]note:[/] {escape(problem)}", soft_wrap=True)
     if not runs:
         console.print("No run has finished, so there is nothing to report.")
         return 1
-    rows = summarize(runs, plan.baseline, plan.against)
     picture, vector = draw(runs, home / "loss_curves", title=f"{plan.name}: {len(rows)} arms")
     write_summary(rows, home)
+    texts = {job.arm.label: list(zip(map(str, job.arm.configs), job.configs.values(), strict=True)) for job in listed}
     again = ["python", "-m", "tasks.compare", str(plan.source), "--root", str(root), "--name", plan.name]
     report = write_report(
         home / "report.html",
@@ -93,7 +96,7 @@ def compare(
         rows=rows,
         picture=vector,
         problems=problems,
-        arms={arm.label: arm.configs for arm in plan.arms},
+        arms=texts,
         settings=[*plan.flags, *flags],
         command=shlex.join([*again, *flags]),
     )
@@ -109,7 +112,7 @@ def _console() -> Console:
 
 def _run_missing(listed: Sequence[Job], run: Runner, command: Sequence[str], console: Console) -> dict[Path, str]:
     """Run what has not finished; returns what failed, by folder, and why."""
-    with _signals() as asked_to_stop, Display(console, listed) as display:
+    with signals() as asked_to_stop, Display(console, listed) as display:
         missing = []
         for job in listed:
             if finished(job):
@@ -118,23 +121,6 @@ def _run_missing(listed: Sequence[Job], run: Runner, command: Sequence[str], con
                 missing.append(job)
         failures = run(missing, command, display, asked_to_stop)
     return {folder: f"{why}; see {folder / 'log.txt'}" for folder, why in failures.items()}
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collect Ctrl-C and SIGTERM in a list instead of raising where they happen to strike.
-
-    An exception inside ``Popen.wait`` can leave its lock taken; waiting for the stopped process would
-    then never end.
-    """
-    came: list[int] = []
-    kinds = (signal.SIGINT, signal.SIGTERM)
-    before = {kind: signal.signal(kind, lambda number, _: came.append(number)) for kind in kinds}
-    try:
-        yield came
-    finally:
-        for kind, handler in before.items():
-            signal.signal(kind, signal.SIG_IGN if came else handler)  # who has asked need not ask again: it is ending
 
 
 def _recorded_flags(listed: Sequence[Job]) -> Sequence[str]:
@@ -154,10 +140,18 @@ def _collect(listed: Sequence[Job], name: str, failures: dict[Path, str]) -> tup
         if problem is None:
             try:
                 run = read_run(job.directory)
-                if run.finished:
+                if run.info.get("seed") not in (None, job.seed):
+                    problem = f"its run.json says seed {run.info['seed']}"
+                elif run.finished and "validation" not in run.info:
+                    problem = "it was never validated"
+                elif run.finished:
                     runs.append(replace(run, experiment=name, arm=job.arm.label, seed=job.seed))
                     continue
-                problem = f"not finished, it stands at step {run.metrics['step'][-1]:,.0f}"
+                problem = (
+                    problem
+                    or divergence(job.directory)
+                    or f"not finished, it stands at step {run.metrics['step'][-1]:,.0f}"
+                )
             except RunError as error:
                 problem = str(error)
         problems.append(f"{title(job)} is left out: {problem}")

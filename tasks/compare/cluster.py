@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,7 +59,10 @@ def run_on_ray(
     variables = {"PYTHONPATH": os.pathsep.join(paths)}
     mine = not ray.is_initialized()
     if mine:
+        handlers = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
         ray.init(log_to_driver=False, logging_level=logging.ERROR, runtime_env={"env_vars": variables})
+        for kind, handler in handlers.items():  # Ray puts its own there, which abort
+            signal.signal(kind, handler)
     failures: dict[Path, str] = {}
     running: dict[Any, Job] = {}
     try:
@@ -103,7 +107,7 @@ def run_on_ray(
 def _train(job: Job, command: list[str], cpus: int, folder: str) -> int:
     """Run one training process on a worker; returns its exit status."""
     os.chdir(folder)
-    child = start(job, command, threads=cpus)
+    child = start([*command, *job.arguments], job.directory / "log.txt", threads=cpus)
     try:
         (job.directory / "worker.txt").write_text(f"{platform.node()} {os.getpid()} {child.pid}\n")
         while child.poll() is None:  # not wait(): a cancellation must not strike while its lock is taken

@@ -21,6 +21,8 @@ class Job:
         seed: Everything random follows from it.
         directory: Where the run lies.
         arguments: For the training command.
+        configs: Text of each config, by the path under which the arguments name it: as it was when the comparison
+            began, whatever happens to the file meanwhile.
         record: What ``arm.json`` keeps, to tell later whether a folder holds this very run.
     """
 
@@ -28,6 +30,7 @@ class Job:
     seed: int
     directory: Path
     arguments: tuple[str, ...]
+    configs: dict[Path, str]
     record: dict[str, Any]
 
 
@@ -39,12 +42,15 @@ def jobs(plan: Plan, root: str | Path, flags: Sequence[str] = ()) -> list[Job]:
         root: Folder of experiments.
         flags: Further arguments for every run; they override the plan's settings.
     """
-    digests = {path: hashlib.sha256(path.read_bytes()).hexdigest() for arm in plan.arms for path in arm.configs}
+    home = Path(root) / plan.name
+    texts = {path: path.read_text() for arm in plan.arms for path in arm.configs}
+    digests = {path: hashlib.sha256(text.encode()).hexdigest() for path, text in texts.items()}
+    copies = {path: home / ".configs" / f"{path.stem}-{digest[:8]}.yaml" for path, digest in digests.items()}
     listed = []
     for seed in plan.seeds:
         for arm in plan.arms:
-            directory = Path(root) / plan.name / arm.folder / f"seed-{seed}"
-            chosen = [argument for path in arm.configs for argument in ("--config", str(path))]
+            directory = home / arm.folder / f"seed-{seed}"
+            chosen = [argument for path in arm.configs for argument in ("--config", str(copies[path]))]
             own = ["--seed_everything", str(seed), "--run_dir", str(directory)]
             arguments = ("fit", *chosen, *own, *plan.flags, *flags)
             record = {
@@ -55,7 +61,8 @@ def jobs(plan: Plan, root: str | Path, flags: Sequence[str] = ()) -> list[Job]:
                 "configs": [{"path": str(path), "sha256": digests[path]} for path in arm.configs],
                 "argv": list(arguments),
             }
-            listed.append(Job(arm, seed, directory, arguments, record))
+            configs = {copies[path]: texts[path] for path in arm.configs}
+            listed.append(Job(arm, seed, directory, arguments, configs, record))
     return listed
 
 
@@ -95,7 +102,10 @@ def check_same(job: Job) -> None:
             for key in ("seed", "settings", "flags")
             if old.get(key) != job.record[key]
         ]
-        then, now = ([(c["path"], c["sha256"]) for c in r.get("configs", [])] for r in (old, job.record))
+        try:
+            then, now = ([(c["path"], c["sha256"]) for c in r.get("configs", [])] for r in (old, job.record))
+        except (TypeError, KeyError) as error:
+            raise PlanError(f"{job.directory / 'arm.json'} is not what a comparison writes: {error!r}") from None
         if [digest for _, digest in then] != [digest for _, digest in now]:
             if [path for path, _ in then] == [path for path, _ in now]:
                 edited = [path for (path, was), (_, is_) in zip(then, now, strict=True) if was != is_]

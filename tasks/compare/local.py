@@ -45,7 +45,7 @@ def run_here(
                 job = waiting.popleft()
                 prepare(job)
                 display.event(job, "starts")
-                running.append((job, start(job, command, threads)))
+                running.append((job, start([*command, *job.arguments], job.directory / "log.txt", threads)))
             time.sleep(_TICK)
             ended = [(job, child) for job, child in running if child.poll() is not None]
             if ended and asked_to_stop:  # Ctrl-C reaches the processes too: their end is then no failure

@@ -138,7 +138,7 @@ def check_flags(flags: Sequence[str], origin: str) -> tuple[str, ...]:
     """
     if flags and not flags[0].startswith("--"):
         raise PlanError(f"{origin}: unexpected argument {flags[0]!r}; flags for every run begin with --")
-    if taken := [flag for flag in flags if flag.split("=")[0] in _OURS]:
+    if taken := [flag for flag in flags if flag.split("=")[0] in _OURS or flag == "-c"]:
         raise PlanError(f"{origin}: {taken[0]} is set by the comparison itself; name configs and seeds in its file")
     return tuple(flags)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,11 +12,22 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from plots.runs import Run, RunError, by_arm, find_runs, read_run
+from tasks.compare.process import divergence, signals, start, stop
 
 TOLERANCE = 1e-4
 """Relative difference of two losses up to which they count as the same, computed on other machines or versions."""
 
-_SAME_ANYWAY = {"config", "seconds", "tokens_per_second", "peak_memory_bytes", "steps", "tokens", "experiment", "arm"}
+_SAME_ANYWAY = {
+    "config",
+    "diverged",
+    "seconds",
+    "tokens_per_second",
+    "peak_memory_bytes",
+    "steps",
+    "tokens",
+    "experiment",
+    "arm",
+}
 
 
 class Repetition(NamedTuple):
@@ -34,6 +45,11 @@ class Repetition(NamedTuple):
     where: int
     changed: dict[str, tuple[Any, Any]]
 
+    @property
+    def is_same(self) -> bool:
+        """Whether there is something that came out again, a divergence included, and nothing that did not."""
+        return self.steps > 0 and self.largest <= TOLERANCE and "diverged" not in self.changed
+
 
 def repeat(directory: str | Path, steps: int, *, command: Sequence[str], console: Console) -> int:
     """Make the first steps of each arm again and compare the losses with the recorded ones.
@@ -49,27 +65,29 @@ def repeat(directory: str | Path, steps: int, *, command: Sequence[str], console
 
     Raises:
         RunError: There is no run, or ``steps`` is not positive.
+        KeyboardInterrupt: After the current repetition has been stopped.
     """
     if steps < 1:
         raise RunError(f"--steps must be at least 1, got {steps}")
     same = True
-    for arm, runs in by_arm(find_runs(directory)).items():
-        run = min(runs, key=lambda run: run.seed)
-        with tempfile.TemporaryDirectory() as folder:
-            # Three levels down, as where a run lies.
-            again = Path(folder, run.experiment or "experiment", "again", f"seed-{run.seed}")
-            problem = _again(run, again, steps, command)
-            if problem is None:
-                result = compare_runs(run, read_run(again), steps)
-                same &= result.largest <= TOLERANCE
-                text = describe(result)
-            else:
-                same, text = False, f"cannot be repeated: {problem}"
-        console.print(f"{arm} · seed {run.seed}: {text}", markup=False, soft_wrap=True)
+    with signals() as asked_to_stop:
+        for arm, runs in by_arm(find_runs(directory)).items():
+            run = min(runs, key=lambda run: run.seed)
+            with tempfile.TemporaryDirectory() as folder:
+                # Three levels down, as where a run lies.
+                again = Path(folder, run.experiment or "experiment", "again", f"seed-{run.seed}")
+                problem = _again(run, again, steps, command, asked_to_stop)
+                if problem is None:
+                    result = compare_runs(run, read_run(again), steps)
+                    same &= result.is_same
+                    text = describe(result)
+                else:
+                    same, text = False, f"cannot be repeated: {problem}"
+            console.print(f"{arm} · seed {run.seed}: {text}", markup=False, soft_wrap=True)
     return 0 if same else 1
 
 
-def _again(run: Run, again: Path, steps: int, command: Sequence[str]) -> str | None:
+def _again(run: Run, again: Path, steps: int, command: Sequence[str], asked_to_stop: Sequence[int]) -> str | None:
     """Make the first steps; returns what prevented it."""
     config = run.directory / "config.yaml"
     if not config.is_file():
@@ -78,10 +96,21 @@ def _again(run: Run, again: Path, steps: int, command: Sequence[str]) -> str | N
         return f"it began from a checkpoint, {run.info['config']['ckpt_path']}"
     arguments = ["fit", "--config", str(config), "--run_dir", str(again), "--trainer.limit_val_batches=0"]
     # Not max_steps, on which the learning rate depends.
-    stop = ["--trainer.callbacks+=tasks.callbacks.StopAfter", f"--trainer.callbacks.steps={steps}"]
-    done = subprocess.run([*command, *arguments, *stop], capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
+    stop_after = ["--trainer.callbacks+=tasks.callbacks.StopAfter", f"--trainer.callbacks.steps={steps}"]
+    again.mkdir(parents=True)
+    log = again / "log.txt"
+    child = start([*command, *arguments, *stop_after], log)
+    try:
+        while child.poll() is None:
+            if asked_to_stop:
+                raise KeyboardInterrupt
+            time.sleep(0.1)
+    finally:
+        stop([child])
+    if asked_to_stop:
+        raise KeyboardInterrupt
+    if child.returncode and not divergence(again):  # a run that diverges again is repeated
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         return next((line for line in lines if line.startswith("error")), (lines or ["it failed without a word"])[-1])
     return None
 
@@ -99,6 +128,9 @@ def compare_runs(run: Run, again: Run, steps: int) -> Repetition:
             largest, where = difference, step
     keys = (run.info.keys() & again.info.keys()) - _SAME_ANYWAY
     changed = {key: (run.info[key], again.info[key]) for key in sorted(keys) if run.info[key] != again.info[key]}
+    ends = [(one.info.get("diverged") or {}).get("step", math.inf) for one in (run, again)]
+    if ends[0] != ends[1] and min(ends) <= steps:
+        changed["diverged"] = (run.info.get("diverged"), again.info.get("diverged"))
     return Repetition(len(common), largest, where, changed)
 
 

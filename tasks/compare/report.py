@@ -27,7 +27,7 @@ def write_report(
     rows: Sequence[Row],
     picture: Path,
     problems: Sequence[str],
-    arms: Mapping[str, Sequence[Path]],
+    arms: Mapping[str, Sequence[tuple[str, str]]],
     settings: Sequence[str],
     command: str,
 ) -> Path:
@@ -39,8 +39,8 @@ def write_report(
         runs: The finished runs.
         rows: Their summary.
         picture: The loss curves as SVG; the page carries a copy.
-        problems: Sentences about runs that are left out.
-        arms: Each arm's configs, the later overriding the earlier; the page carries their text.
+        problems: Sentences about runs that are left out, and what else to mind.
+        arms: Path and text of each arm's configs, the later overriding the earlier.
         settings: Flags that overrule the configs in every arm.
         command: What makes all this again.
 
@@ -62,8 +62,8 @@ def write_report(
         headings=HEADINGS,
         table=[(row.is_baseline, cells(row)) for row in rows],
         verdicts=[verdict(row) for row in rows],
-        warnings=[*warnings(runs, rows), *problems],
-        arms={arm: [(str(file), file.read_text()) for file in files] for arm, files in arms.items()},
+        warnings=list(problems),
+        arms=arms,
         settings=list(settings),
         command=command,
     )
@@ -144,11 +144,12 @@ def verdict(row: Row) -> str:
     paired = len(row.paired_seeds)
     few = f"{_seeds(paired)} {'is' if paired == 1 else 'are'} too few to conclude"
     if row.difference is None or row.difference_half is None:
-        return f"{end} ({_seeds(seeds)}). No difference to {row.baseline} is given: {few}."
+        why = few if paired < 2 else f"{row.baseline} diverged"
+        return f"{end} ({_seeds(seeds)}). No difference to {row.baseline} is given: {why}."
     low, high = row.difference - row.difference_half, row.difference + row.difference_half
     if row.p is None:
-        same = f"{row.arm} differed from {row.baseline} by {row.difference:+.3f} bpc with every seed"
-        return f"{same}; without any spread no interval can be trusted: {few}."
+        same = f"{row.arm} differed from {row.baseline} by {row.difference:+.3f} bpc with every one of {_seeds(paired)}"
+        return f"{same}: without any spread there is no interval and no t-test, and nothing is concluded."
     assert row.p_holm is not None
     numbers = (
         f"{row.difference:+.3f} bpc (95% interval {low:+.3f} to {high:+.3f}, p {_p(row.p)}, "

@@ -37,7 +37,8 @@ def cells(row: Row) -> tuple[str, ...]:
     if row.is_baseline:
         difference = "baseline"
     elif row.difference is not None and row.difference_half is not None:
-        difference = f"{row.difference:+.3f} ± {row.difference_half:.3f}\nto {row.baseline}"
+        spread = f" ± {row.difference_half:.3f}" if row.p is not None else ", every seed"
+        difference = f"{row.difference:+.3f}{spread}\nto {row.baseline}"
     else:
         difference = "n/a: needs ≥ 2 seeds" if len(row.paired_seeds) < 2 else "n/a: diverged"
     if row.bpc is None:

@@ -57,6 +57,7 @@ class Enwik8CLI(LightningCLI):
             save_config_callback=None,
             seed_everything_default=0,
             trainer_defaults=_TRAINER_DEFAULTS,
+            parser_kwargs={"allow_abbrev": False},
             args=_with_hyperparameters(list(sys.argv[1:] if args is None else args)),
         )
 
@@ -92,6 +93,8 @@ class Enwik8CLI(LightningCLI):
             raise RunError(
                 f"training batches have no end: --trainer.max_steps must be at least 1, got {config.trainer.max_steps}"
             )
+        if config.trainer.fast_dev_run:
+            raise RunError("--trainer.fast_dev_run keeps nothing of a run; for a short one give --trainer.max_steps")
         if config.checkpoint_every < 1:
             raise RunError(f"--checkpoint_every must be at least 1, got {config.checkpoint_every}")
         text = self.parser.dump(self.config, skip_unset=False)
@@ -111,6 +114,8 @@ class Enwik8CLI(LightningCLI):
             load_checkpoint(run.last_checkpoint)  # says so if the file is damaged
             config.ckpt_path = str(run.last_checkpoint)
         if is_first:
+            if run.info.get("diverged"):
+                run.update({"diverged": None})  # this call has not
             print(f"{run.path} {'goes on from its last checkpoint' if run.last_checkpoint else 'begins'}", flush=True)
 
     def after_instantiate_classes(self) -> None:
