@@ -55,8 +55,15 @@ class Run:
         return self.info.get("finished") is True
 
     @property
+    def diverged(self) -> bool:
+        """Whether its loss or gradients stopped being finite and ended it."""
+        return isinstance(self.info.get("diverged"), dict)
+
+    @property
     def final_bpc(self) -> float:
         """Validation bits per byte at the end; NaN when it diverged or was never measured."""
+        if self.diverged:
+            return math.nan
         measured = self.info.get("validation", {}).get("bpc")
         if measured is None:
             curve = self.metrics["val/bpc"]

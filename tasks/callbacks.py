@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 
 from linrope import redraw_feature_maps
-from tasks.environment import environment, peak_memory
+from tasks.environment import environment, own_code, peak_memory
 from tasks.language_modeling import LanguageModeling, NonFiniteError, bits
 from tasks.run_directory import RunDirectory, RunError
 
@@ -175,9 +175,21 @@ class Recorder(Callback):
                 self.run.update({"diverged": {"step": step, "why": str(exception)}})
             exception.args = (
                 f"optimizer step {step} of arm {self.run.arm!r} ({self.run.path}): {exception}; last good checkpoint: "
-                f"{last or 'none yet'}. A lower learning rate or a tighter --trainer.gradient_clip_val may help; "
-                "--model.max_skipped_steps leaves such steps out.",
+                f"{last or 'none yet'}. A lower learning rate or a tighter --trainer.gradient_clip_val may help"
+                + (
+                    ""
+                    if pl_module.max_skipped_steps
+                    else "; --model.max_skipped_steps leaves such steps out, from the start"
+                )
+                + ".",
             )
+        elif isinstance(exception, KeyboardInterrupt) and self.is_fitting and trainer.is_global_zero:
+            last = (
+                "goes on from its last checkpoint"
+                if self.run.last_checkpoint
+                else "begins again, for lack of a checkpoint"
+            )
+            print(f"\nInterrupted after step {trainer.global_step}. The same command {last}.", file=sys.stderr)
 
     def _evaluated(self, trainer: lightning.Trainer, pl_module: LanguageModeling, key: str, split: str) -> None:
         if key not in pl_module.scored:
@@ -203,6 +215,7 @@ class Recorder(Callback):
         return {
             "config": self.run.config,
             "data": described(trainer),
+            "own_code": own_code([*pl_module.modules(), *trainer.callbacks]),  # type: ignore[attr-defined]
             "precision": trainer.precision,
             "processes": trainer.world_size,
         } | environment(pl_module.device)

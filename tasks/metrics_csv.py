@@ -28,9 +28,8 @@ class MetricsCSV(Logger):
         super().__init__()
         self.path = path
         self._pending: dict[int, dict[str, Any]] = {}
-        rows = list(self.read())
-        self._columns = list(rows[0]) if rows else ["step"]
-        self._last_step = int(rows[-1]["step"]) if rows else -1
+        self._columns, self._last_step = ["step"], -1
+        self._follow(list(self.read()))
 
     @property
     def name(self) -> str:
@@ -75,8 +74,13 @@ class MetricsCSV(Logger):
         self._pending = {}
         if self.path.is_file():
             rows = [row for row in self.read() if int(row["step"]) <= step]
+            self._follow(rows)  # others may have written since this was made
             self._rewrite(rows)
-            self._last_step = int(rows[-1]["step"]) if rows else -1
+
+    def _follow(self, rows: list[dict[str, Any]]) -> None:
+        """Go on after these rows."""
+        self._columns = list(rows[0]) if rows else ["step"]
+        self._last_step = int(rows[-1]["step"]) if rows else -1
 
     def finalize(self, status: str) -> None:
         """Write what is pending."""

@@ -94,8 +94,9 @@ def test_an_interrupt_stops_the_runs(bench):
     assert wait_until(lambda: not any(alive(int(file.read_text())) for file in sleeping))
 
 
-def test_a_run_whose_worker_is_killed_goes_on_from_its_checkpoint(tmp_path, monkeypatch, capsys):
-    """Real training: both its worker and the training process are killed -9, as when a machine dies."""
+@pytest.mark.parametrize("victims", ["worker and training", "training"])
+def test_a_run_that_is_killed_goes_on_from_its_checkpoint(tmp_path, monkeypatch, victims):
+    """Real training, killed -9: with its worker, as when a machine dies, or alone, as when memory runs out."""
     monkeypatch.chdir(tmp_path)
     settings = yaml.safe_load(TINY)
     settings["trainer"]["val_check_interval"] = 4
@@ -109,8 +110,8 @@ def test_a_run_whose_worker_is_killed_goes_on_from_its_checkpoint(tmp_path, monk
     def kill():
         wait_for(run_dir / "checkpoints/last.ckpt", run_dir / "worker.txt")
         _, *pids = (run_dir / "worker.txt").read_text().split()
-        os.kill(int(pids[0]), signal.SIGKILL)
-        os.kill(int(pids[1]), signal.SIGKILL)
+        for pid in pids if victims == "worker and training" else pids[1:]:
+            os.kill(int(pid), signal.SIGKILL)
         killed.append((len(rows(run_dir)), *pids))
 
     thread = threading.Thread(target=kill)

@@ -323,8 +323,22 @@ def test_a_diverged_arm_is_named_with_its_step_and_the_others_are_reported(bench
     assert "wild · seed 0: diverged at optimizer step 4: the loss is nan" in capsys.readouterr().out
     report = (bench / "runs/test/report.html").read_text()
     where = "runs/test/wild/seed-0/log.txt"
-    assert f"wild · seed 0 is left out: diverged at optimizer step 4: the loss is nan; see {where}" in report
-    assert [row["arm"] for row in json.loads((bench / "runs/test/summary.json").read_text())] == ["elu+1, none", "low"]
+    assert f"wild · seed 0 diverged at optimizer step 4: the loss is nan; see {where}" in report
+    assert "wild diverged with seed 0, 1: nothing is concluded from it." in report
+    rows = {row["arm"]: row for row in json.loads((bench / "runs/test/summary.json").read_text())}
+    assert list(rows) == ["elu+1, none", "wild", "low"]
+    assert (rows["wild"]["diverged"], rows["wild"]["bpc"], rows["wild"]["difference"]) == ([0, 1], None, None)
+    assert rows["low"]["difference"] == pytest.approx(-0.202)
+
+
+def test_an_arm_of_which_some_seeds_diverged_is_not_its_survivors(bench):
+    """As if NaN had been its figure: no mean over the seeds that are left."""
+    (bench / "fake.py").write_text(FAKE.replace('if config.get("diverge"):', 'if config.get("diverge") and seed == 1:'))
+    (bench / "configs/wild.yaml").write_text("{diverge: true, effect: 0.0}")
+    write_plan(bench, arms={"elu+1, none": ["zero.yaml"], "wild": ["wild.yaml"]})
+    assert run() == 1
+    (row,) = [row for row in json.loads((bench / "runs/test/summary.json").read_text()) if row["arm"] == "wild"]
+    assert (row["seeds"], row["diverged"], row["bpc"]) == ([0, 1], [1], None)
 
 
 def test_a_config_edited_while_the_comparison_runs_changes_nothing_in_it(bench, monkeypatch):
@@ -388,7 +402,7 @@ def test_divergence_is_told_of_the_last_call_alone_and_also_without_running(benc
     capsys.readouterr()
     assert run("--report_only") == 0
     out = capsys.readouterr().out
-    assert "elu+1, none · seed 1 is left out: diverged at optimizer step 4: the loss is nan" in out
+    assert "elu+1, none · seed 1 diverged at optimizer step 4: the loss is nan" in out
     assert "elu+1, numerator · seed 1 is left out: not finished, it stands at step 10" in out
 
 

@@ -14,9 +14,11 @@ import pytest
 import torch
 import yaml
 
+from tasks.callbacks import Recorder
 from tasks.enwik8.__main__ import Enwik8CLI, main
 from tasks.enwik8.data import ByteData
 from tasks.language_modeling import LanguageModeling
+from tasks.metrics_csv import MetricsCSV
 from tasks.run_directory import RunDirectory
 
 ROOT = Path(__file__).parents[1]
@@ -271,8 +273,6 @@ def test_a_disk_that_fills_up_ends_the_run_and_the_same_call_goes_on_once_there_
 
 def test_a_prolonged_run_is_not_finished_until_it_is(run_dir, monkeypatch):
     """It is interrupted, then the plain call goes on from its own last checkpoint."""
-    from tasks.callbacks import Recorder
-
     assert fit(run_dir) == 0
     longer = ("--trainer.max_steps=6", "--checkpoint_every=1")
     original = Recorder.on_train_batch_start
@@ -385,8 +385,6 @@ def test_steps_left_out_are_counted_across_an_interruption(sometimes, run_dir, t
     assert [row["train/loss"] == "nan" for row in rows] == unlucky
     assert json.loads((straight / "run.json").read_text())["skipped_steps"] == sum(unlucky)
 
-    from tasks.callbacks import Recorder
-
     original = Recorder.on_train_batch_start
 
     def crash(self, trainer, *args):
@@ -448,8 +446,6 @@ def test_a_run_says_what_it_takes_to_repeat_it(run_dir):
 
 
 def test_a_resumed_run_says_where_and_what_had_changed(run_dir, monkeypatch):
-    from tasks.callbacks import Recorder
-
     original = Recorder.on_train_batch_start
 
     def crash(self, trainer, *args):
@@ -472,8 +468,6 @@ def test_a_resumed_run_says_where_and_what_had_changed(run_dir, monkeypatch):
 
 
 def test_a_run_does_not_go_on_with_other_data(run_dir, tmp_path, monkeypatch, capsys):
-    from tasks.callbacks import Recorder
-
     original = Recorder.on_train_batch_start
 
     def crash(self, trainer, *args):
@@ -596,6 +590,54 @@ def test_a_second_process_waits_while_another_one_trains(run_dir):
     second.communicate(timeout=300)
     assert second.returncode == 0
     assert json.loads((run_dir / "run.json").read_text())["finished"]
+
+
+def test_rows_that_another_process_wrote_meanwhile_are_gone_on_from(tmp_path):
+    """A process that waited for the folder read the file before the other one had written to it."""
+    waiting = MetricsCSV(tmp_path / "metrics.csv")
+    other = MetricsCSV(tmp_path / "metrics.csv")
+    for step in (1, 2, 3):
+        other.log_metrics({"train/bpc": 4.0 - step, "val/bpc": 5.0}, step)
+    other.save()
+    waiting.rewind(2)
+    waiting.log_metrics({"train/bpc": 0.5}, 3)
+    waiting.save()
+    table = list(csv.DictReader((tmp_path / "metrics.csv").open()))
+    assert [(row["step"], row["train/bpc"], row["val/bpc"]) for row in table] == [
+        ("1", "3.0", "5.0"),
+        ("2", "2.0", "5.0"),
+        ("3", "0.5", ""),
+    ]
+
+
+def test_an_interrupted_run_says_how_to_go_on(run_dir, capsys, monkeypatch):
+    original = Recorder.on_train_batch_start
+
+    def interrupt(self, trainer, *args):
+        if trainer.global_step == 2:
+            raise KeyboardInterrupt
+        original(self, trainer, *args)
+
+    call = ["--trainer.max_steps=4", "--trainer.val_check_interval=4"]
+    for every, expected in ((100, "begins again, for lack of a checkpoint"), (1, "goes on from its last checkpoint")):
+        with monkeypatch.context() as patch:
+            patch.setattr(Recorder, "on_train_batch_start", interrupt)
+            assert fit(run_dir, *call, f"--checkpoint_every={every}") != 0
+        assert f"Interrupted after step 2. The same command {expected}." in capsys.readouterr().err
+
+
+def test_ones_own_code_is_recorded_by_its_hash(sometimes, run_dir, tmp_path):
+    import hashlib
+
+    call = ["--model.network.modulus=1000003"]
+    assert fit(run_dir, *call, base=sometimes) == 0
+    content = (tmp_path / "sometimes.py").read_bytes()
+    assert json.loads((run_dir / "run.json").read_text())["own_code"] == {
+        "sometimes": hashlib.sha256(content).hexdigest()
+    }
+    plain = run_dir.with_name("seed-1")
+    assert fit(plain) == 0
+    assert json.loads((plain / "run.json").read_text())["own_code"] == {}
 
 
 # --- checkpoints are data

@@ -207,6 +207,19 @@ def test_every_target_is_scored_once_by_any_number_of_processes(size, seq_len, s
     assert all(share == lengths[0] for share in lengths), "the processes run in step"
 
 
+@pytest.mark.parametrize("batch_size", [1, 3, 4, 64])
+def test_the_first_batches_cover_the_same_windows_whatever_the_number_of_processes(batch_size):
+    """So a limited validation scores the same targets in one process and in several."""
+    windows = eval_windows(1000, 7, 3)
+
+    def first(batches, world_size):
+        shares = [deal_windows(windows, batch_size, rank, world_size)[:batches] for rank in range(world_size)]
+        return sorted(scored([(s, s + r.num_bytes, r.first) for share in shares for r in share for s in r.starts]))
+
+    for batches in (1, 2, 5):
+        assert first(batches, 1) == first(batches, 2) == first(batches, 5)
+
+
 @pytest.mark.parametrize("settings", [{"stride": 0}, {"stride": 5}, {"evaluation": "stream"}])
 @pytest.mark.parametrize("split", ["validation", "test"])
 @pytest.mark.parametrize("eval_batch_size", [1, 3, 64])
@@ -256,6 +269,7 @@ def test_a_measurement_says_what_was_measured(path, settings, context, stride):
         "context": context,
         "stride": stride,
         "bytes_scored": 99,
+        "split_targets": 99,
         "data": "bytes",
         "data_size": 2000,
         "data_sha256": data.corpus.sha256,

@@ -8,7 +8,7 @@ import pytest
 
 from plots.loss_curves import draw
 from plots.runs import find_runs
-from tasks.compare.report import facts, verdict, warnings, write_report
+from tasks.compare.report import _p, facts, verdict, warnings, write_report
 from tasks.compare.summary import summarize
 from tests.synthetic import make_run
 
@@ -77,7 +77,7 @@ def test_the_page_says_what_was_compared_and_how_it_is_made_again(tmp_path):
     text = html.unescape(page(tmp_path, problems=["other · seed 3 is left out: failed"]))
     for part in (
         "a text, 3,000,000 bytes", "ab" * 32, "20 steps, 20,000 bytes", "0, 1, 2", "context 256, stride 128",
-        "149,999", "cpu, 2 threads, precision 32-true", "torch 2.x, code 0.1.0",
+        "149,999", "cpu, threads: 2, precision 32-true", "torch 2.x, code 0.1.0",
         "other · seed 3 is left out: failed", "python -m tasks.compare x.yaml --root 'a b'",
         "key: <b>bold</b>", "2.993 ± 0.224", "prefers-color-scheme: dark", "@media print",
     ):  # fmt: skip
@@ -170,3 +170,25 @@ def test_six_seeds_are_enough_for_a_permutation_test(tmp_path):
     finals(tmp_path, "arm", [2.9 + i / 11 for i in range(6)])
     runs = find_runs(tmp_path)
     assert not list(warnings(runs, summarize(runs, "base")))
+
+
+def test_a_limited_validation_is_told_with_what_there_is(tmp_path):
+    measured = {"bpc": 3.0, "split": "validation", "evaluation": "windows", "bytes_scored": 8192}
+    run = find_runs(make_run(tmp_path / "e/a/seed-0", [(20, 3.0)], validation={**measured, "split_targets": 199_999}))
+    assert dict(facts(run))["Bytes scored"] == "8,192 of the 199,999 that the split has"
+
+
+def test_speeds_of_different_conditions_are_warned_of(tmp_path):
+    make_run(tmp_path / "e/a/seed-0", [(20, 3.0)], threads=2)
+    make_run(tmp_path / "e/a/seed-1", [(20, 3.0)], threads=1)
+    runs = find_runs(tmp_path)
+    assert list(warnings(runs, summarize(runs, "a"))) == [
+        "Runs had different devices, threads or numbers of processes: their speeds are not comparable."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("p", "text"), [(0.0496, "= 0.0496"), (0.0502, "= 0.0502"), (0.04, "= 0.040"), (1e-5, "< 0.001")]
+)
+def test_a_p_value_is_never_rounded_across_its_level(p, text):
+    assert _p(p) == text

@@ -79,20 +79,21 @@ def compare(
         failures = _run_missing(listed, run, command, console) if run else {}
     runs, problems = _collect(listed, plan.name, failures)
     rows = summarize(runs, plan.baseline, plan.against)
-    problems = [*(warnings(runs, rows) if runs else ()), *problems]
+    drawn = [run for run in runs if run.finished]
+    problems = [*(warnings(drawn, rows) if drawn else ()), *problems]
     for problem in problems:
         console.print(f"[yellow]note:[/] {escape(problem)}", soft_wrap=True)
-    if not runs:
+    if not drawn:
         console.print("No run has finished, so there is nothing to report.")
         return 1
-    picture, vector = draw(runs, home / "loss_curves", title=f"{plan.name}: {len(rows)} arms")
+    picture, vector = draw(drawn, home / "loss_curves", title=f"{plan.name}: {len({run.arm for run in drawn})} arms")
     write_summary(rows, home)
     texts = {job.arm.label: list(zip(map(str, job.arm.configs), job.configs.values(), strict=True)) for job in listed}
     again = ["python", "-m", "tasks.compare", str(plan.source), "--root", str(root), "--name", plan.name]
     report = write_report(
         home / "report.html",
         name=plan.name,
-        runs=runs,
+        runs=drawn,
         rows=rows,
         picture=vector,
         problems=problems,
@@ -130,31 +131,30 @@ def _recorded_flags(listed: Sequence[Job]) -> Sequence[str]:
 
 
 def _collect(listed: Sequence[Job], name: str, failures: dict[Path, str]) -> tuple[list[Run], list[str]]:
-    """Read the finished runs, arm by arm; say of every other one why it is left out."""
+    """Read the runs that finished or diverged, arm by arm; say of every other one why it is left out."""
     runs, problems = [], []
     order = {job.arm.label: None for job in listed}
     for job in sorted(listed, key=lambda job: (list(order).index(job.arm.label), job.seed)):
-        problem = failures.get(job.directory)
-        if problem is None and not job.directory.is_dir():
-            problem = "not run yet"
-        if problem is None:
-            try:
-                run = read_run(job.directory)
-                if run.info.get("seed") not in (None, job.seed):
-                    problem = f"its run.json says seed {run.info['seed']}"
-                elif run.finished and "validation" not in run.info:
-                    problem = "it was never validated"
-                elif run.finished:
-                    runs.append(replace(run, experiment=name, arm=job.arm.label, seed=job.seed))
-                    continue
-                problem = (
-                    problem
-                    or divergence(job.directory)
-                    or f"not finished, it stands at step {run.metrics['step'][-1]:,.0f}"
-                )
-            except RunError as error:
-                problem = str(error)
-        problems.append(f"{title(job)} is left out: {problem}")
+        diverged = divergence(job.directory)
+        failure = failures.get(job.directory)
+        try:
+            if failure and not diverged:
+                raise RunError(failure)
+            if not job.directory.is_dir():
+                raise RunError("not run yet")
+            run = read_run(job.directory)
+            if run.info.get("seed") not in (None, job.seed):
+                raise RunError(f"its run.json says seed {run.info['seed']}")
+            if run.finished and "validation" not in run.info:
+                raise RunError("it was never validated")
+            if not (run.finished or diverged):
+                raise RunError(f"not finished, it stands at step {run.metrics['step'][-1]:,.0f}")
+        except RunError as error:
+            problems.append(f"{title(job)} is left out: {diverged or error}")
+            continue
+        runs.append(replace(run, experiment=name, arm=job.arm.label, seed=job.seed))
+        if diverged:
+            problems.append(f"{title(job)} {failure or diverged}")
     return runs, problems
 
 

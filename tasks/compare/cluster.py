@@ -18,7 +18,11 @@ from tasks.compare.progress import Display
 
 _TICK = 0.3  # seconds between two looks at the runs
 RETRIES = 3
-"""How often a run is started again when its worker dies, a machine's end included."""
+"""How often a run is started again when it, its worker or its machine dies."""
+
+
+class KilledError(RuntimeError):
+    """A training was killed from outside, as by a system that runs out of memory."""
 
 
 def run_on_ray(
@@ -70,7 +74,8 @@ def run_on_ray(
         if not any(node.get("CPU", 0) >= cpus and node.get("GPU", 0) >= gpus for node in room):
             raise PlanError(f"no machine of the cluster has {cpus} CPUs and {gpus:g} GPUs for a run")
         # A fresh worker for every run: nothing of one is left to the next.
-        remote = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=RETRIES, max_calls=1)(_train)
+        again: Any = {"max_retries": RETRIES, "retry_exceptions": [KilledError]}
+        remote = ray.remote(num_cpus=cpus, num_gpus=gpus, max_calls=1, **again)(_train)
         for job in jobs:
             prepare(job)
             (job.directory / "worker.txt").unlink(missing_ok=True)
@@ -89,7 +94,7 @@ def run_on_ray(
                 try:
                     why = failure(job, ray.get(reference))
                 except RayError as error:
-                    why = f"failed: its worker died {RETRIES + 1} times: {str(error).strip().splitlines()[0]}"
+                    why = f"failed: its worker or its training was killed {RETRIES + 1} times ({type(error).__name__})"
                 if why:
                     failures[job.directory] = why
                 display.ended(job, why)
@@ -112,6 +117,8 @@ def _train(job: Job, command: list[str], cpus: int, folder: str) -> int:
         (job.directory / "worker.txt").write_text(f"{platform.node()} {os.getpid()} {child.pid}\n")
         while child.poll() is None:  # not wait(): a cancellation must not strike while its lock is taken
             time.sleep(0.1)
+        if child.returncode == -signal.SIGKILL:
+            raise KilledError(f"the training in {job.directory} was killed, perhaps for lack of memory")
         return child.returncode
     finally:
         stop([child])

@@ -85,7 +85,7 @@ class Display:
     def _say(self, job: Job, what: str, with_step: bool = True) -> None:
         self._said = time.monotonic()
         now = latest(job.directory)
-        values = now.describe() if now else ""
+        values = now.describe() if now and with_step else ""
         step = f" step {now.step:,}/{self._steps(job) or '?'}" if now and with_step else ""
         line = f"[{self._numbers[job.directory]}/{len(self._numbers)}] {title(job)}: {what}{step} {values}".rstrip()
         self.console.print(line, markup=False, soft_wrap=True)

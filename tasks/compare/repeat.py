@@ -111,7 +111,8 @@ def _again(run: Run, again: Path, steps: int, command: Sequence[str], asked_to_s
         raise KeyboardInterrupt
     if child.returncode and not divergence(again):  # a run that diverges again is repeated
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        return next((line for line in lines if line.startswith("error")), (lines or ["it failed without a word"])[-1])
+        first = next((number for number, line in enumerate(lines) if line.startswith("error")), -1)
+        return " ".join(line.strip() for line in lines[first:])[:400] or "it failed without a word"
     return None
 
 

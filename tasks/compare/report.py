@@ -84,6 +84,8 @@ def facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
     trained = f"{either('steps', show=count)} steps, {either('tokens', show=count)} bytes"
     window = f"context {either('validation', 'context', show=count)}, "
     window += f"stride {either('validation', 'stride', show=count)} bytes"
+    scored = either("validation", "bytes_scored", show=count)
+    targets = either("validation", "split_targets", show=count)
     return [
         ("Data", f"{either('data', 'name')}, {size} bytes"),
         ("SHA-256 of the data", either("data", "sha256")),
@@ -91,8 +93,8 @@ def facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
         ("Seeds", ", ".join(map(str, sorted({run.seed for run in runs})))),
         ("Measured on", f"{either('validation', 'split')} split, {either('validation', 'evaluation')}"),
         ("Measured with", window),
-        ("Bytes scored", either("validation", "bytes_scored", show=count)),
-        ("Device", f"{either('device')}, {either('threads')} threads, precision {either('precision')}"),
+        ("Bytes scored", f"{scored} of the {targets} that the split has" if targets != "unknown" else scored),
+        ("Device", f"{either('device')}, threads: {either('threads')}, precision {either('precision')}"),
         ("Versions", f"torch {either('torch')}, code {either('code_version')}"),
     ]
 
@@ -116,11 +118,13 @@ def warnings(runs: Sequence[Run], rows: Sequence[Row]) -> Iterable[str]:
         if row.skipped_steps:
             yield f"{row.arm} left out {row.skipped_steps} steps whose loss or gradients were not finite."
     pairs = [len(row.paired_seeds) for row in rows if row.difference is not None]
-    if pairs and smallest_permutation_p(min(pairs)) >= LEVEL:
+    if pairs and min(pairs) >= ENOUGH_SEEDS and smallest_permutation_p(min(pairs)) >= LEVEL:
         yield (
             f"With {_seeds(min(pairs))} a permutation test cannot give less than {smallest_permutation_p(min(pairs)):.2g}: "
             "what is concluded below rests on the t-test, which takes the differences to be normal."
         )
+    if len({tuple(_found(run, (key,)) for key in ("device", "threads", "processes")) for run in runs}) > 1:
+        yield "Runs had different devices, threads or numbers of processes: their speeds are not comparable."
     if not any(row.is_baseline for row in rows):
         yield "The baseline has no finished run: no differences are given."
 
@@ -164,7 +168,9 @@ def verdict(row: Row) -> str:
 
 
 def _p(value: float) -> str:
-    return "< 0.001" if value < 0.001 else f"= {value:.3f}"
+    if value < 0.001:
+        return "< 0.001"
+    return f"= {value:.4f}" if abs(value - LEVEL) < 0.0005 else f"= {value:.3f}"
 
 
 def _seeds(count: int) -> str:

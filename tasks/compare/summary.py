@@ -26,8 +26,8 @@ class Row:
         arm: Its name.
         is_baseline: Whether the others are compared with this one, unless told otherwise.
         baseline: The arm that this one is compared with, "the baseline" below.
-        seeds: Seeds of its finished runs.
-        diverged: Those of them whose final bpc is not finite; then no mean is given.
+        seeds: Seeds of its runs that finished or diverged.
+        diverged: Those of them whose final bpc is not finite, or that ended for it; then no mean is given.
         bpc: Final validation bits per byte, mean over seeds.
         bpc_half: Half the 95% t-interval of that mean; None with one seed.
         paired_seeds: Seeds that both this arm and the baseline finished.
@@ -77,23 +77,23 @@ class Row:
 
 
 def unfinished(runs: Iterable[Run]) -> list[Run]:
-    """Runs that ``summarize`` leaves out because they did not come to their planned end."""
-    return [run for run in runs if not run.finished]
+    """Runs that ``summarize`` leaves out because they came neither to their planned end nor to a divergence."""
+    return [run for run in runs if not run.finished and not run.diverged]
 
 
 def summarize(runs: Sequence[Run], baseline: str, against: Mapping[str, str] | None = None) -> list[Row]:
     """Compare arms by their finished runs.
 
     Args:
-        runs: Any runs; those not finished are left out (``unfinished`` names them).
+        runs: Any runs; those that neither finished nor diverged are left out (``unfinished`` names them).
         baseline: The arm that the others are compared with; without a finished run of it, rows carry
             no differences.
         against: For some arms, another arm that they are compared with instead.
 
     Returns:
-        One row per arm that has a finished run, in the order in which arms first appear.
+        One row per arm that has such a run, in the order in which arms first appear.
     """
-    arms = by_arm(run for run in runs if run.finished)
+    arms = by_arm(run for run in runs if run.finished or run.diverged)
     others = {arm: (against or {}).get(arm, baseline) for arm in arms}
     rows = [_row(arm, group, baseline, others[arm], arms.get(others[arm], [])) for arm, group in arms.items()]
     corrected = iter(holm([row.p for row in rows if row.p is not None]))

@@ -69,7 +69,9 @@ def cells(row: Row) -> tuple[str, ...]:
         p(row.p_holm),
         p(row.p_permutation),
         steps,
-        number(row.seconds_to_baseline, "–"),
+        "–"
+        if row.seconds_to_baseline is None
+        else f"{row.seconds_to_baseline:,.{0 if row.seconds_to_baseline >= 100 else 1}f}",
         number(row.tokens_per_second),
         number(None if row.peak_memory_bytes is None else row.peak_memory_bytes / 1e6),
         number(row.parameters),

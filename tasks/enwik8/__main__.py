@@ -186,9 +186,12 @@ def _sentence(info: dict[str, Any]) -> str:
     result = info.get("validation")
     if result is None:
         return "not validated"
+    scored = f"{result['bytes_scored']:,}"
+    if result["bytes_scored"] < result.get("split_targets", 0):
+        scored += f" of {result['split_targets']:,}"
     return (
         f"{result['bpc']:.4f} bpc on the {result['split']} split of {result['data']} "
-        f"({result['bytes_scored']:,} bytes scored, {result['evaluation']}, context up to {result['context']:,} bytes"
+        f"({scored} bytes scored, {result['evaluation']}, context up to {result['context']:,} bytes"
         + (f", at least {result['stride']:,})" if result["stride"] else ")")
     )
 

@@ -105,7 +105,7 @@ class ByteData(LightningDataModule):
             goes by ``path``.
         seq_len: Bytes a window feeds the model, in training and evaluation.
         batch_size: Crops per training batch, over all processes together, before accumulation.
-        eval_batch_size: Most windows per evaluation batch, per process; does not change results.
+        eval_batch_size: Most windows per evaluation batch, over all processes together; does not change results.
         stride: Bytes by which neighbouring evaluation windows overlap: more context, more work.
         evaluation: "windows" (each starts from nothing) or "stream" (the whole split in one pass, the
             state carried from chunk to chunk of ``seq_len`` bytes; one process).
@@ -174,8 +174,8 @@ class ByteData(LightningDataModule):
     def measurement(self, split: Literal["validation", "test"]) -> dict[str, str | int]:
         """Say what an evaluation of all of ``split`` measures, to be written beside its figure.
 
-        ``context`` (the most bytes a prediction can see), ``stride``, ``bytes_scored`` and
-        ``data_size`` are in bytes.
+        ``context`` (the most bytes a prediction can see), ``stride``, ``bytes_scored``, ``split_targets`` (what all
+        of the split has to score) and ``data_size`` are in bytes.
         """
         size = len({"validation": self.corpus.validation, "test": self.corpus.test}[split])
         return {
@@ -184,6 +184,7 @@ class ByteData(LightningDataModule):
             "context": self.seq_len if self.evaluation == "windows" else size,
             "stride": self.stride,
             "bytes_scored": size - 1,
+            "split_targets": size - 1,
             "data": self.corpus.name,
             "data_size": self.corpus.size,
             "data_sha256": self.corpus.sha256,

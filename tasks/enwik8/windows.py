@@ -73,17 +73,17 @@ class Rows(NamedTuple):
 def deal_windows(windows: list[Window], batch_size: int, rank: int = 0, world_size: int = 1) -> list[Rows]:
     """Batch the windows that process ``rank`` of ``world_size`` scores; alike ones go together.
 
-    Each window goes to exactly one process, and all processes get the same number of batches, of the
-    same lengths in the same order.
+    A batch holds ``batch_size`` windows over all processes, so that the first batches cover the same windows whatever
+    their number. Each window goes to exactly one process, and all processes get the same number of batches, of the same
+    lengths in the same order.
     """
     alike: dict[tuple[int, int], list[int]] = {}
     for start, stop, first in windows:
         alike.setdefault((stop - start, first), []).append(start)
     batches = []
     for (num_bytes, first), starts in alike.items():
-        mine = starts[rank::world_size]
-        for i in range(0, len(starts[::world_size]), batch_size):  # as many as process 0 has: the most
-            if rows := mine[i : i + batch_size]:
+        for i in range(0, len(starts), batch_size):
+            if rows := starts[i : i + batch_size][rank::world_size]:
                 batches.append(Rows(rows, num_bytes, first, carries_state=False))
             else:
                 batches.append(Rows(starts[-1:], num_bytes, first=num_bytes - 1, carries_state=False))
