@@ -32,6 +32,7 @@ def trained(tmp_path_factory):
     home = tmp_path_factory.mktemp("trained") / "experiment"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
+        patch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
         for arm, seed in (("one", 0), ("one", 1), ("other", 0)):
             width = "--model.network.d_model=16" if arm == "one" else "--model.network.d_model=8"
             more = ["--trainer.max_steps=5", "--trainer.val_check_interval=5", f"--seed_everything={seed}", width]
