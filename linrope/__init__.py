@@ -26,7 +26,7 @@ from linrope.feature_maps import (
     Taylor,
     redraw_feature_maps,
 )
-from linrope.layers import KeyValueState, LinearAttention, SoftmaxAttention
+from linrope.layers import KernelAttention, KeyValueState, LinearAttention, SoftmaxAttention
 from linrope.models import ByteTransformer
 from linrope.rotary import Rotary, rotate
 
@@ -43,6 +43,7 @@ __all__ = [
     "FavorReLU",
     "FeatureMap",
     "Hedgehog",
+    "KernelAttention",
     "KeyValueState",
     "LearnedFavor",
     "LinearAttention",

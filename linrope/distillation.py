@@ -84,7 +84,7 @@ def fit_to_softmax(
         with torch.no_grad():
             query, key = (split_heads(project(x), teacher.num_heads) for project in (teacher.query, teacher.key))
             target = _softmax_weights(teacher, query, key, positions)
-        query, key, log_scale = student.map_heads(query, key, positions, positions, scaled=True)
+        query, key, log_scale = student.kernel.map_heads(query, key, positions, positions, scaled=True)
         loss = kernel_cross_entropy(query, key, target, key_log_scale=log_scale)
         optimizer.zero_grad()
         loss.backward()

@@ -98,7 +98,7 @@ def by_hand(layer, x, context=None, *, placement="none", positions=None, context
     rotate = turn if placement == "numerator" else None
     where = ((positions,), (context_positions,)) if layer.feature_map.uses_positions else ((), ())
     mapped = layer.feature_map.map_query(query, *where[0]), layer.feature_map.map_key(key, *where[1])
-    options |= {"normalizer": layer.normalizer, "epsilon": epsilon_of(layer.feature_map)}
+    options |= {"normalizer": layer.kernel.normalizer, "epsilon": epsilon_of(layer.feature_map)}
     return join(layer, truth(*mapped, value, rotate=rotate, **options).output)
 
 
@@ -242,7 +242,9 @@ def test_favor_attention_approaches_softmax_attention():
     num_features = 20_000
     exact = SoftmaxAttention(16, 2).double()
     layer = LinearAttention(16, 2, feature_map=partial(FavorPlus, num_features=num_features)).double()
-    layer.load_state_dict({**exact.state_dict(), "feature_map.projection.rows": layer.feature_map.projection.rows})
+    layer.load_state_dict(
+        {**exact.state_dict(), "kernel.feature_map.projection.rows": layer.feature_map.projection.rows}
+    )
     x = randn(2, 40, 16) / 2
     query, key, value = (heads(linear, x, 2) for linear in (exact.query, exact.key, exact.value))
     length = ((query[:, :, :, None] + key[:, :, None]) / 8**0.25).square().sum(-1)

@@ -1,6 +1,7 @@
-"""Attention layers: thin owners of the projections around the pure functions."""
+"""Attention layers: thin owners of parameters around the pure functions."""
 
+from linrope.layers.kernel import KernelAttention
 from linrope.layers.linear import LinearAttention
 from linrope.layers.softmax import KeyValueState, SoftmaxAttention
 
-__all__ = ["KeyValueState", "LinearAttention", "SoftmaxAttention"]
+__all__ = ["KernelAttention", "KeyValueState", "LinearAttention", "SoftmaxAttention"]

@@ -40,15 +40,15 @@ def project(
     return query, key, value
 
 
-def next_positions(x: Float[Tensor, "b n d_model"], position: Int[Tensor, " b"] | None) -> Int[Tensor, "b n"]:
-    """Positions of the tokens ``x``, which follow those up to ``position``; None: there were none.
+def next_positions(b: int, n: int, position: Int[Tensor, " b"] | None, device: torch.device) -> Int[Tensor, "b n"]:
+    """Positions of the next n tokens of b rows, which follow those up to ``position``; None: there were none.
 
     Raises:
         ValueError: The state is of another number of rows.
     """
-    ahead = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+    ahead = torch.arange(n, device=device).expand(b, n)
     if position is None:
         return ahead
-    if position.shape != x.shape[:1]:
-        raise ValueError(f"the state is of {len(position)} rows, x of {len(x)}")
+    if position.shape != (b,):
+        raise ValueError(f"the state is of {len(position)} rows, x of {b}")
     return position[:, None] + ahead

@@ -5,44 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-import torch
 from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from linrope.attention import Backend, Normalizer, State, linear_attention, stream_linear_attention
+from linrope.attention import Backend, Normalizer, State
 from linrope.feature_maps import EluPlusOne, FeatureMap
-from linrope.layers.heads import head_dim_of, next_positions, project
+from linrope.layers.heads import head_dim_of, project
+from linrope.layers.kernel import KernelAttention
 from linrope.rotary import Rotary
 
 
 class LinearAttention(nn.Module):
-    """Multi-head linear attention, for self- and cross-attention.
+    """Multi-head linear attention, for self- and cross-attention: :class:`KernelAttention` between projections.
 
     Args:
         d_model: Width of inputs and outputs.
         num_heads: h; divides ``d_model``.
-        feature_map: Factory that gets head_dim: a class, a ``functools.partial``.
-        rotary: The rotation, or None for no rotation. Where it would turn an odd number of features,
-            the last of them passes through.
-        rotary_placement: ``"numerator"`` rotates mapped queries and keys, in the numerator alone
-            (RoFormer, eq. 19); ``"before"`` rotates queries and keys before they are mapped, as
-            performer-pytorch does. A rotated product far below ‖φ(q)‖‖φ(k)‖ is the difference of larger
-            ones and rounded with them, by 1e-7 of their size in float32: exponential maps of queries and
-            keys far longer than a layer norm's want ``"before"``.
+        feature_map: As in :class:`KernelAttention`, with head_dim = d_model / h.
+        rotary: As in :class:`KernelAttention`.
+        rotary_placement: As in :class:`KernelAttention`.
         causal: Whether a token attends to itself and earlier tokens alone.
         bias: Whether the four projections have biases.
-        chunk_size: Tokens per block of the causal form; changes speed and memory, not the result.
-        backend: See :func:`linrope.linear_attention`.
-        normalizer: ``"features"`` divides by the sum of the kernel, for maps whose kernel is positive;
-            ``"rms"`` gives each head's output a root mean square of 1 instead (the output projection
-            holds the gains), and None leaves it as it is. See :func:`linrope.linear_attention`.
+        chunk_size: As in :class:`KernelAttention`.
+        backend: As in :class:`KernelAttention`.
+        normalizer: As in :class:`KernelAttention`; the output projection holds the gains of ``"rms"``.
 
     Raises:
-        ValueError: ``num_heads`` does not divide ``d_model``, an unknown ``rotary_placement`` or
-            ``normalizer``, a rotation of less than one pair, or a division by a kernel that can be 0.
+        ValueError: ``num_heads`` does not divide ``d_model``, or as :class:`KernelAttention`.
 
-    Source: Su et al. 2021 (arXiv 2104.09864), eq. 19; Qin et al. 2022 (arXiv 2210.10340) for ``"rms"``.
+    Source: Su et al. 2021 (arXiv 2104.09864), eq. 19.
     """
 
     def __init__(
@@ -60,24 +52,20 @@ class LinearAttention(nn.Module):
         normalizer: Normalizer = "features",
     ) -> None:
         super().__init__()
-        if rotary_placement not in ("numerator", "before"):
-            raise ValueError(f"rotary_placement must be 'numerator' or 'before', got {rotary_placement!r}")
-        if normalizer not in ("features", "rms", None):
-            raise ValueError(f"normalizer must be 'features', 'rms' or None, got {normalizer!r}")
         head_dim = head_dim_of(d_model, num_heads)
-        self.num_heads, self.causal, self.rotary_placement = num_heads, causal, rotary_placement
-        self.chunk_size = chunk_size
-        self.backend: Backend = backend
-        self.normalizer: Normalizer = normalizer
+        self.num_heads = num_heads
         self.query, self.key, self.value, self.out = (nn.Linear(d_model, d_model, bias=bias) for _ in range(4))
-        self.feature_map = feature_map(head_dim).for_heads(num_heads)
-        if normalizer == "features" and not self.feature_map.kernel_is_positive:
-            raise ValueError(
-                f"the kernel of {type(self.feature_map).__name__} can be 0 or negative, and normalizer='features' divides "
-                "by its sum; pass normalizer='rms' or None, or give the map a floor above 0 where it takes one"
-            )
-        width = self.feature_map.num_features if rotary_placement == "numerator" else head_dim
-        self.rotary = None if rotary is None else rotary.for_width(width)
+        self.kernel = KernelAttention(
+            head_dim,
+            num_heads,
+            feature_map=feature_map,
+            rotary=rotary,
+            rotary_placement=rotary_placement,
+            causal=causal,
+            chunk_size=chunk_size,
+            backend=backend,
+            normalizer=normalizer,
+        )
 
     def forward(
         self,
@@ -101,24 +89,13 @@ class LinearAttention(nn.Module):
             ValueError: Shapes that do not fit; another length of ``context`` where the layer is causal.
         """
         query, key, value = project((self.query, self.key, self.value), self.num_heads, x, context)
-        if context is None:
-            context_positions = positions
-        query, key, log_scale = self.map_heads(
-            query, key, positions, context_positions, scaled=self.normalizer is not None
-        )
-        output = linear_attention(
+        output = self.kernel(
             query,
             key,
             value,
-            rotary=self._numerator_rotary,
-            causal=self.causal,
             key_mask=key_mask,
             query_positions=positions,
-            key_positions=context_positions,
-            chunk_size=self.chunk_size,
-            backend=self.backend,
-            key_log_scale=log_scale,
-            normalizer=self.normalizer,
+            key_positions=positions if context is None else context_positions,
         )
         return self.out(rearrange(output, "b h n e -> b n (h e)"))
 
@@ -141,58 +118,24 @@ class LinearAttention(nn.Module):
         Raises:
             ValueError: The layer is not causal, or shapes do not fit.
         """
-        if not self.causal:
-            raise ValueError("only a causal layer streams; this one was made with causal=False")
         query, key, value = project((self.query, self.key, self.value), self.num_heads, x, None)
-        if positions is None:
-            positions = next_positions(x, None if state is None else state.position)
-        query, key, log_scale = self.map_heads(query, key, positions, positions, scaled=self.normalizer is not None)
-        output, state = stream_linear_attention(
-            query,
-            key,
-            value,
-            state,
-            rotary=self._numerator_rotary,
-            key_mask=key_mask,
-            query_positions=positions,
-            chunk_size=self.chunk_size,
-            backend=self.backend,
-            key_log_scale=log_scale,
-            normalizer=self.normalizer,
-        )
+        output, state = self.kernel.stream(query, key, value, state, key_mask=key_mask, positions=positions)
         return self.out(rearrange(output, "b h n e -> b n (h e)")), state
 
     @property
-    def _numerator_rotary(self) -> Rotary | None:
-        return self.rotary if self.rotary_placement == "numerator" else None
+    def causal(self) -> bool:
+        """Whether a token attends to itself and earlier tokens alone."""
+        return self.kernel.causal
 
-    def map_heads(
-        self,
-        query: Tensor,
-        key: Tensor,
-        positions: Tensor | None = None,
-        context_positions: Tensor | None = None,
-        *,
-        scaled: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Map queries and keys ``b h n d``; returns both and the log-scales that ``scaled`` keys lack.
+    @property
+    def feature_map(self) -> FeatureMap:
+        """The map, one for all heads or with parameters for each."""
+        return self.kernel.feature_map
 
-        A rotation before the map is done here, one in the numerator is not. Scaled features are for what
-        divides a query's factor out again.
-        """
-        if self.rotary is not None and self.rotary_placement == "before":
-            query, key = self.rotary(query, positions), self.rotary(key, context_positions)
-        feature_map = self.feature_map
-        of_query, of_key = (
-            (torch.arange(x.shape[2], device=x.device) if at is None else at,) if feature_map.uses_positions else ()
-            for x, at in ((query, positions), (key, context_positions))
-        )
-        if not scaled:
-            return feature_map.map_query(query, *of_query), feature_map.map_key(key, *of_key), None
-        return feature_map.scaled_query(query, *of_query), *feature_map.scaled_key(key, *of_key)
+    @property
+    def rotary(self) -> Rotary | None:
+        """The rotation, if there is one."""
+        return self.kernel.rotary
 
     def extra_repr(self) -> str:  # noqa: D102
-        return (
-            f"num_heads={self.num_heads}, causal={self.causal}, rotary_placement={self.rotary_placement!r}, "
-            f"normalizer={self.normalizer!r}"
-        )
+        return f"num_heads={self.num_heads}"

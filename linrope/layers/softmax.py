@@ -105,7 +105,7 @@ class SoftmaxAttention(nn.Module):
             raise ValueError("only a causal layer streams; this one was made with causal=False")
         query, key, value = project((self.query, self.key, self.value), self.num_heads, x, None)
         if positions is None:
-            positions = next_positions(x, None if state is None else state.position)
+            positions = next_positions(x.shape[0], x.shape[1], None if state is None else state.position, x.device)
         if key_mask is None:
             key_mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
         _check_key_mask(key_mask, key)

@@ -1,0 +1,193 @@
+"""Linear attention between heads: the feature map, the rotation and the normalizer, without projections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from linrope.attention import Backend, Normalizer, State, linear_attention, stream_linear_attention
+from linrope.feature_maps import EluPlusOne, FeatureMap
+from linrope.layers.heads import next_positions
+from linrope.rotary import Rotary
+
+
+class KernelAttention(nn.Module):
+    """Linear attention of queries, keys and values that are given by heads: what stands between two projections.
+
+    Args:
+        head_dim: d, the width of queries and keys.
+        num_heads: h.
+        feature_map: Factory that gets head_dim: a class, a ``functools.partial``.
+        rotary: The rotation, or None for no rotation. Where it would turn an odd number of features,
+            the last of them passes through.
+        rotary_placement: ``"numerator"`` rotates mapped queries and keys, in the numerator alone
+            (RoFormer, eq. 19); ``"before"`` rotates queries and keys before they are mapped, as
+            performer-pytorch does. A rotated product far below ‖φ(q)‖‖φ(k)‖ is the difference of larger
+            ones and rounded with them, by 1e-7 of their size in float32: exponential maps of queries and
+            keys far longer than a layer norm's want ``"before"``.
+        causal: Whether a token attends to itself and earlier tokens alone.
+        chunk_size: Tokens per block of the causal form; changes speed and memory, not the result.
+        backend: See :func:`linrope.linear_attention`.
+        normalizer: ``"features"`` divides by the sum of the kernel, for maps whose kernel is positive;
+            ``"rms"`` gives each head's output a root mean square of 1 instead (a projection after it holds
+            the gains), and None leaves it as it is. See :func:`linrope.linear_attention`.
+
+    Raises:
+        ValueError: An unknown ``rotary_placement`` or ``normalizer``, a rotation of less than one pair, or a division
+            by a kernel that can be 0.
+
+    Source: Su et al. 2021 (arXiv 2104.09864), eq. 19; Qin et al. 2022 (arXiv 2210.10340) for ``"rms"``.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_heads: int,
+        *,
+        feature_map: Callable[[int], FeatureMap] = EluPlusOne,
+        rotary: Rotary | None = None,
+        rotary_placement: Literal["numerator", "before"] = "numerator",
+        causal: bool = True,
+        chunk_size: int | None = None,
+        backend: Backend = "auto",
+        normalizer: Normalizer = "features",
+    ) -> None:
+        super().__init__()
+        if rotary_placement not in ("numerator", "before"):
+            raise ValueError(f"rotary_placement must be 'numerator' or 'before', got {rotary_placement!r}")
+        if normalizer not in ("features", "rms", None):
+            raise ValueError(f"normalizer must be 'features', 'rms' or None, got {normalizer!r}")
+        self.causal, self.rotary_placement = causal, rotary_placement
+        self.chunk_size = chunk_size
+        self.backend: Backend = backend
+        self.normalizer: Normalizer = normalizer
+        self.feature_map = feature_map(head_dim).for_heads(num_heads)
+        if normalizer == "features" and not self.feature_map.kernel_is_positive:
+            raise ValueError(
+                f"the kernel of {type(self.feature_map).__name__} can be 0 or negative, and normalizer='features' divides "
+                "by its sum; pass normalizer='rms' or None, or give the map a floor above 0 where it takes one"
+            )
+        width = self.feature_map.num_features if rotary_placement == "numerator" else head_dim
+        self.rotary = None if rotary is None else rotary.for_width(width)
+
+    def forward(
+        self,
+        query: Float[Tensor, "b h n d"],
+        key: Float[Tensor, "b h s d"],
+        value: Float[Tensor, "b h s e"],
+        *,
+        key_mask: Bool[Tensor, "b s"] | None = None,
+        query_positions: Int[Tensor, "*b n"] | None = None,
+        key_positions: Int[Tensor, "*b s"] | None = None,
+        causal: bool | None = None,
+    ) -> Float[Tensor, "b h n e"]:
+        """Attend from queries to keys.
+
+        Args:
+            query: Queries.
+            key: Keys.
+            value: Values.
+            key_mask: True where a key takes part.
+            query_positions: In tokens; 0, 1, … by default.
+            key_positions: In tokens; 0, 1, … by default.
+            causal: For this call, in place of what the module was made with.
+
+        Raises:
+            ValueError: Shapes that do not fit; other numbers of keys than of queries where this is causal.
+        """
+        query, key, log_scale = self.map_heads(
+            query, key, query_positions, key_positions, scaled=self.normalizer is not None
+        )
+        return linear_attention(
+            query,
+            key,
+            value,
+            rotary=self._numerator_rotary,
+            causal=self.causal if causal is None else causal,
+            key_mask=key_mask,
+            query_positions=query_positions,
+            key_positions=key_positions,
+            chunk_size=self.chunk_size,
+            backend=self.backend,
+            key_log_scale=log_scale,
+            normalizer=self.normalizer,
+        )
+
+    def stream(
+        self,
+        query: Float[Tensor, "b h n d"],
+        key: Float[Tensor, "b h n d"],
+        value: Float[Tensor, "b h n e"],
+        state: State | None = None,
+        *,
+        key_mask: Bool[Tensor, "b n"] | None = None,
+        positions: Int[Tensor, "*b n"] | None = None,
+    ) -> tuple[Float[Tensor, "b h n e"], State]:
+        """Attend from the next tokens to themselves and all before them; returns outputs and the new state.
+
+        Args:
+            query: Queries of the next tokens, any number of them.
+            key: Their keys.
+            value: Their values.
+            state: What the call for the tokens before returned; None at the start.
+            key_mask: True where a key takes part.
+            positions: In tokens; by default they go on from ``state.position``.
+
+        Raises:
+            ValueError: This is not causal, or shapes do not fit.
+        """
+        if not self.causal:
+            raise ValueError("only a causal layer streams; this one was made with causal=False")
+        if positions is None:
+            b, _, n, _ = query.shape
+            positions = next_positions(b, n, None if state is None else state.position, query.device)
+        query, key, log_scale = self.map_heads(query, key, positions, positions, scaled=self.normalizer is not None)
+        return stream_linear_attention(
+            query,
+            key,
+            value,
+            state,
+            rotary=self._numerator_rotary,
+            key_mask=key_mask,
+            query_positions=positions,
+            chunk_size=self.chunk_size,
+            backend=self.backend,
+            key_log_scale=log_scale,
+            normalizer=self.normalizer,
+        )
+
+    @property
+    def _numerator_rotary(self) -> Rotary | None:
+        return self.rotary if self.rotary_placement == "numerator" else None
+
+    def map_heads(
+        self,
+        query: Tensor,
+        key: Tensor,
+        query_positions: Tensor | None = None,
+        key_positions: Tensor | None = None,
+        *,
+        scaled: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Map queries and keys ``b h n d``; returns both and the log-scales that ``scaled`` keys lack.
+
+        A rotation before the map is done here, one in the numerator is not. Scaled features are for what
+        divides a query's factor out again.
+        """
+        if self.rotary is not None and self.rotary_placement == "before":
+            query, key = self.rotary(query, query_positions), self.rotary(key, key_positions)
+        feature_map = self.feature_map
+        of_query, of_key = (
+            (torch.arange(x.shape[2], device=x.device) if at is None else at,) if feature_map.uses_positions else ()
+            for x, at in ((query, query_positions), (key, key_positions))
+        )
+        if not scaled:
+            return feature_map.map_query(query, *of_query), feature_map.map_key(key, *of_key), None
+        return feature_map.scaled_query(query, *of_query), *feature_map.scaled_key(key, *of_key)
+
+    def extra_repr(self) -> str:  # noqa: D102
+        return f"causal={self.causal}, rotary_placement={self.rotary_placement!r}, normalizer={self.normalizer!r}"
