@@ -247,8 +247,10 @@ class PoisonedAt(nn.Module):
             return logits
         if self.how == "nan":
             return logits * math.nan
-        if self.how == "loss alone":  # infinite, with gradients that are finite
-            return logits + torch.where(torch.arange(256) < 255, 0.0, math.inf)
+        if (
+            self.how == "loss alone"
+        ):  # half of all bytes are impossible: an infinite loss, with gradients that are finite
+            return logits + torch.where(torch.arange(256) < 128, 0.0, -math.inf)
         return logits + 0 * (logits - logits.detach()).sqrt()  # finite, with a slope that is not
 
 

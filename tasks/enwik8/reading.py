@@ -49,7 +49,7 @@ def read_bytes(path: Path, memory: Path) -> tuple[UInt8[np.ndarray, " n"], str]:
         raise ChangingError(f"it is being written ({before[0]:,} bytes a moment ago, {path.stat().st_size:,} now)")
     known = _remembered(memory)
     key = str(path.resolve())
-    if key in known and known[key][0] == before and not fresh:
+    if key in known and known[key][0] == before:
         return data, known[key][1]
     sha256 = hashlib.sha256(data.data).hexdigest()
     if not fresh:
