@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -10,6 +12,7 @@ from linrope.attention.backends import Backend, choose
 from linrope.attention.chunked import chunked
 from linrope.attention.inputs import Inputs, Normalizer, Rotation, check, check_positions, compute_dtype, prepare
 from linrope.attention.noncausal import noncausal
+from linrope.attention.packing import apart, check_offsets, packed_positions
 from linrope.attention.reference import reference
 from linrope.attention.state import State, check_state, empty_state, rms_norm
 from linrope.precision import full_precision
@@ -37,6 +40,7 @@ def linear_attention(
     backend: Backend = "auto",
     key_log_scale: Float[Tensor, "b h s"] | None = None,
     normalizer: Normalizer = "features",
+    offsets: Int[Tensor, " p+1"] | None = None,
 ) -> Float[Tensor, "b h n e"]:
     """Attend with the kernel φ(q)·φ(k), rotating in the numerator alone.
 
@@ -64,6 +68,8 @@ def linear_attention(
             ``"rms"`` divides the numerator by √(its mean square over e + 1e-6) instead, as TransNormer
             does (without 1e-6 where keys carry log-scales, which leave it no size), and None by
             nothing: for kernels that can be 0 or negative.
+        offsets: Sequences packed into one row, b = 1: number i is the tokens from ``offsets[i]`` to
+            ``offsets[i + 1]``, attends to itself alone, and counts its positions from 0. Some may be empty.
 
     Returns:
         The outputs, in the dtype of ``value``.
@@ -80,10 +86,29 @@ def linear_attention(
             f"causal attention needs as many keys as queries, got {s} keys and {n} queries; "
             "pass causal=False, or stream_linear_attention to go on from a state"
         )
+    if offsets is not None:
+        if n != s:
+            raise ValueError(f"packed sequences attend to themselves, got {s} keys and {n} queries")
+        check_offsets(offsets, query_features.shape[0], n)
+        query_positions = packed_positions(offsets) if query_positions is None else query_positions
+        key_positions = query_positions if key_positions is None else key_positions
     if causal and key_positions is None:
         key_positions = query_positions
     check_positions("query_positions", query_positions, query_features)
     check_positions("key_positions", key_positions, key_features)
+    if offsets is not None and n:
+        return _packed(
+            offsets,
+            [query_features, key_features, value],
+            [query_positions, key_positions, key_mask, key_log_scale],
+            {
+                "rotary": rotary,
+                "causal": causal,
+                "chunk_size": chunk_size,
+                "backend": backend,
+                "normalizer": normalizer,
+            },
+        )
     with full_precision(query_features.device):
         inputs = prepare(
             query_features, key_features, value, rotary, key_mask, query_positions, key_positions, key_log_scale
@@ -163,6 +188,32 @@ def stream_linear_attention(
         output, new_state = _attend(inputs, wide, True, chunk_size, backend, normalizer)
         position = (key_positions[..., -1].long() + 1).expand(b).clone()
     return output.to(value.dtype), new_state._replace(position=position)
+
+
+def _packed(
+    offsets: Tensor, features: list[Tensor], by_token: list[Tensor | None], options: dict[str, Any]
+) -> Float[Tensor, "1 h n e"]:
+    """:func:`linear_attention` within each sequence, its positions, key mask and log-scales dealt out with it."""
+    query_positions, key_positions, key_mask, log_scale = by_token
+    n = features[0].shape[2]
+    # As (1, 1, n), to be dealt out as features are.
+    ones = [torch.as_tensor(x).reshape(1, 1, n) for x in (query_positions, key_positions)]
+    ones.append(torch.ones(1, 1, n, dtype=torch.bool, device=offsets.device) if key_mask is None else key_mask[:, None])
+
+    def attend(parts: list[Tensor], mask: Tensor) -> Tensor:
+        query, key, value, query_at, key_at, valid, *scale = parts
+        return linear_attention(
+            query,
+            key,
+            value,
+            query_positions=query_at[:, 0],
+            key_positions=key_at[:, 0],
+            key_mask=valid[:, 0] & mask,
+            key_log_scale=scale[0] if scale else None,
+            **options,
+        )
+
+    return apart(offsets, attend, [*features, *ones, *([] if log_scale is None else [log_scale])])
 
 
 def _attend(

@@ -22,11 +22,11 @@ def split_heads(x: Float[Tensor, "b n d_model"], num_heads: int) -> Float[Tensor
 
 def project(
     to_heads: tuple[nn.Linear, nn.Linear, nn.Linear],
-    num_heads: int,
+    head_dim: int,
     x: Float[Tensor, "b n d_model"],
     context: Float[Tensor, "b s d_model"] | None,
-) -> tuple[Float[Tensor, "b h n d"], Float[Tensor, "b h s d"], Float[Tensor, "b h s d"]]:
-    """Queries of ``x``; keys and values of ``context``, which is ``x`` where it is None.
+) -> tuple[Float[Tensor, "b h n d"], Float[Tensor, "b k s d"], Float[Tensor, "b k s d"]]:
+    """Queries of ``x``; keys and values of ``context``, which is ``x`` where it is None; heads as wide as ``head_dim``.
 
     Raises:
         ValueError: Shapes that do not fit.
@@ -36,8 +36,26 @@ def project(
         if tokens is not None and (tokens.ndim != 3 or tokens.shape[-1] != width):
             raise ValueError(f"{name} must be (b, n, d_model) with d_model = {width}, got {tuple(tokens.shape)}")
     context = x if context is None else context
-    query, key, value = (split_heads(f(y), num_heads) for f, y in zip(to_heads, (x, context, context), strict=True))
+    query, key, value = (
+        split_heads(f(y), f.out_features // head_dim) for f, y in zip(to_heads, (x, context, context), strict=True)
+    )
     return query, key, value
+
+
+def share_heads(x: Float[Tensor, "b k s d"], num_heads: int) -> Float[Tensor, "b h s d"]:
+    """Let each of k heads serve h/k neighbouring heads.
+
+    Raises:
+        ValueError: k does not divide h.
+
+    Source: Ainslie et al. 2023 (arXiv 2305.13245).
+    """
+    k = x.shape[1]
+    if k == num_heads:
+        return x
+    if not k or num_heads % k:
+        raise ValueError(f"heads of keys and values must divide those of queries, got {k} and {num_heads}")
+    return x.repeat_interleave(num_heads // k, dim=1)
 
 
 def next_positions(b: int, n: int, position: Int[Tensor, " b"] | None, device: torch.device) -> Int[Tensor, "b n"]:

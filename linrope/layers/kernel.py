@@ -10,8 +10,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from linrope.attention import Backend, Normalizer, State, linear_attention, stream_linear_attention
+from linrope.attention.packing import check_offsets, packed_positions
 from linrope.feature_maps import EluPlusOne, FeatureMap
-from linrope.layers.heads import next_positions
+from linrope.layers.heads import next_positions, share_heads
 from linrope.rotary import Rotary
 
 
@@ -77,28 +78,35 @@ class KernelAttention(nn.Module):
     def forward(
         self,
         query: Float[Tensor, "b h n d"],
-        key: Float[Tensor, "b h s d"],
-        value: Float[Tensor, "b h s e"],
+        key: Float[Tensor, "b k s d"],
+        value: Float[Tensor, "b k s e"],
         *,
         key_mask: Bool[Tensor, "b s"] | None = None,
         query_positions: Int[Tensor, "*b n"] | None = None,
         key_positions: Int[Tensor, "*b s"] | None = None,
         causal: bool | None = None,
+        offsets: Int[Tensor, " p+1"] | None = None,
     ) -> Float[Tensor, "b h n e"]:
         """Attend from queries to keys.
 
         Args:
             query: Queries.
-            key: Keys.
-            value: Values.
+            key: Keys, of h heads or of k, which divides h: each then serves h/k neighbours.
+            value: Values, of as many.
             key_mask: True where a key takes part.
             query_positions: In tokens; 0, 1, … by default.
             key_positions: In tokens; 0, 1, … by default.
             causal: For this call, in place of what the module was made with.
+            offsets: Of sequences packed into one row; see :func:`linrope.linear_attention`.
 
         Raises:
             ValueError: Shapes that do not fit; other numbers of keys than of queries where this is causal.
         """
+        key, value = share_heads(key, query.shape[1]), share_heads(value, query.shape[1])
+        if offsets is not None:
+            check_offsets(offsets, query.shape[0], query.shape[2])
+            query_positions = packed_positions(offsets) if query_positions is None else query_positions
+            key_positions = query_positions if key_positions is None else key_positions
         query, key, log_scale = self.map_heads(
             query, key, query_positions, key_positions, scaled=self.normalizer is not None
         )
@@ -115,13 +123,14 @@ class KernelAttention(nn.Module):
             backend=self.backend,
             key_log_scale=log_scale,
             normalizer=self.normalizer,
+            offsets=offsets,
         )
 
     def stream(
         self,
         query: Float[Tensor, "b h n d"],
-        key: Float[Tensor, "b h n d"],
-        value: Float[Tensor, "b h n e"],
+        key: Float[Tensor, "b k n d"],
+        value: Float[Tensor, "b k n e"],
         state: State | None = None,
         *,
         key_mask: Bool[Tensor, "b n"] | None = None,
@@ -145,6 +154,7 @@ class KernelAttention(nn.Module):
         if positions is None:
             b, _, n, _ = query.shape
             positions = next_positions(b, n, None if state is None else state.position, query.device)
+        key, value = share_heads(key, query.shape[1]), share_heads(value, query.shape[1])
         query, key, log_scale = self.map_heads(query, key, positions, positions, scaled=self.normalizer is not None)
         return stream_linear_attention(
             query,

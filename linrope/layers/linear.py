@@ -30,9 +30,10 @@ class LinearAttention(nn.Module):
         chunk_size: As in :class:`KernelAttention`.
         backend: As in :class:`KernelAttention`.
         normalizer: As in :class:`KernelAttention`; the output projection holds the gains of ``"rms"``.
+        num_kv_heads: Heads of keys and values, each of which serves as many heads of queries; h by default.
 
     Raises:
-        ValueError: ``num_heads`` does not divide ``d_model``, or as :class:`KernelAttention`.
+        ValueError: ``num_heads`` does not divide ``d_model``, ``num_kv_heads`` not ``num_heads``, or as :class:`KernelAttention`.
 
     Source: Su et al. 2021 (arXiv 2104.09864), eq. 19.
     """
@@ -50,11 +51,16 @@ class LinearAttention(nn.Module):
         chunk_size: int | None = None,
         backend: Backend = "auto",
         normalizer: Normalizer = "features",
+        num_kv_heads: int | None = None,
     ) -> None:
         super().__init__()
         head_dim = head_dim_of(d_model, num_heads)
-        self.num_heads = num_heads
-        self.query, self.key, self.value, self.out = (nn.Linear(d_model, d_model, bias=bias) for _ in range(4))
+        self.num_heads, self.head_dim = num_heads, head_dim
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}")
+        widths = (d_model, *[self.num_kv_heads * head_dim] * 2, d_model)
+        self.query, self.key, self.value, self.out = (nn.Linear(d_model, width, bias=bias) for width in widths)
         self.kernel = KernelAttention(
             head_dim,
             num_heads,
@@ -75,6 +81,7 @@ class LinearAttention(nn.Module):
         key_mask: Bool[Tensor, "b s"] | None = None,
         positions: Int[Tensor, "*b n"] | None = None,
         context_positions: Int[Tensor, "*b s"] | None = None,
+        offsets: Int[Tensor, " p+1"] | None = None,
     ) -> Float[Tensor, "b n d_model"]:
         """Attend from ``x`` to ``context``, or to itself.
 
@@ -84,11 +91,12 @@ class LinearAttention(nn.Module):
             key_mask: True where a key takes part.
             positions: Of ``x``, in tokens; 0, 1, … by default.
             context_positions: Of ``context``, in tokens; 0, 1, … by default.
+            offsets: Of sequences packed into one row; see :func:`linrope.linear_attention`.
 
         Raises:
             ValueError: Shapes that do not fit; another length of ``context`` where the layer is causal.
         """
-        query, key, value = project((self.query, self.key, self.value), self.num_heads, x, context)
+        query, key, value = project((self.query, self.key, self.value), self.head_dim, x, context)
         output = self.kernel(
             query,
             key,
@@ -96,6 +104,7 @@ class LinearAttention(nn.Module):
             key_mask=key_mask,
             query_positions=positions,
             key_positions=positions if context is None else context_positions,
+            offsets=offsets,
         )
         return self.out(rearrange(output, "b h n e -> b n (h e)"))
 
@@ -118,7 +127,7 @@ class LinearAttention(nn.Module):
         Raises:
             ValueError: The layer is not causal, or shapes do not fit.
         """
-        query, key, value = project((self.query, self.key, self.value), self.num_heads, x, None)
+        query, key, value = project((self.query, self.key, self.value), self.head_dim, x, None)
         output, state = self.kernel.stream(query, key, value, state, key_mask=key_mask, positions=positions)
         return self.out(rearrange(output, "b h n e -> b n (h e)")), state
 
@@ -138,4 +147,5 @@ class LinearAttention(nn.Module):
         return self.kernel.rotary
 
     def extra_repr(self) -> str:  # noqa: D102
-        return f"num_heads={self.num_heads}"
+        shared = f", num_kv_heads={self.num_kv_heads}" if self.num_kv_heads != self.num_heads else ""
+        return f"num_heads={self.num_heads}{shared}"

@@ -60,7 +60,7 @@ class SoftmaxAttention(nn.Module):
     ) -> None:
         super().__init__()
         head_dim = head_dim_of(d_model, num_heads)
-        self.num_heads, self.causal = num_heads, causal
+        self.num_heads, self.head_dim, self.causal = num_heads, head_dim, causal
         self.query, self.key, self.value, self.out = (nn.Linear(d_model, d_model, bias=bias) for _ in range(4))
         self.rotary = None if rotary is None else rotary.for_width(head_dim)
 
@@ -74,7 +74,7 @@ class SoftmaxAttention(nn.Module):
         context_positions: Int[Tensor, "*b s"] | None = None,
     ) -> Float[Tensor, "b n d_model"]:
         """Attend from ``x`` to ``context``, or to itself; arguments as in :meth:`LinearAttention.forward`."""
-        query, key, value = project((self.query, self.key, self.value), self.num_heads, x, context)
+        query, key, value = project((self.query, self.key, self.value), self.head_dim, x, context)
         n, s = query.shape[2], key.shape[2]
         if self.causal and n != s:
             raise ValueError(
@@ -103,7 +103,7 @@ class SoftmaxAttention(nn.Module):
         """Attend from the next tokens to themselves and all before; as :meth:`LinearAttention.stream`."""
         if not self.causal:
             raise ValueError("only a causal layer streams; this one was made with causal=False")
-        query, key, value = project((self.query, self.key, self.value), self.num_heads, x, None)
+        query, key, value = project((self.query, self.key, self.value), self.head_dim, x, None)
         if positions is None:
             positions = next_positions(x.shape[0], x.shape[1], None if state is None else state.position, x.device)
         if key_mask is None:
