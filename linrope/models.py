@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -116,7 +117,6 @@ class ByteTransformer(nn.Module):
             new_states.append(state)
         return self.head(self.norm(x)), tuple(new_states)
 
-    @torch.no_grad()
     def generate(
         self,
         prompt: Int[Tensor, "b n"],
@@ -124,6 +124,7 @@ class ByteTransformer(nn.Module):
         temperature: float = 1.0,
         top_k: int | None = None,
         generator: torch.Generator | None = None,
+        top_p: float | None = None,
     ) -> Int[Tensor, "b n+num_tokens"]:
         """Continue ``prompt`` byte by byte, in memory that does not grow if the attention's state does not.
 
@@ -133,24 +134,43 @@ class ByteTransformer(nn.Module):
             temperature: Divides the logits; 0 takes the likeliest byte.
             top_k: Draw from the k likeliest bytes alone.
             generator: Source of randomness, on the device of ``prompt``.
+            top_p: Draw from the likeliest bytes that together have this probability, at least one.
 
         Returns:
             The prompt and what follows it, int64.
 
         Raises:
-            ValueError: An empty prompt, a negative ``temperature`` or ``num_tokens``, ``top_k`` below 1.
+            ValueError: An empty prompt, a negative ``temperature`` or ``num_tokens``, ``top_k`` below 1, or ``top_p``
+                outside (0, 1].
         """
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens must not be negative, got {num_tokens}")
+        following = self.continuation(prompt, temperature, top_k, generator, top_p)
+        return torch.cat([prompt.long(), *(token[:, None] for token in itertools.islice(following, num_tokens))], dim=1)
+
+    def continuation(
+        self,
+        prompt: Int[Tensor, "b n"],
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+        top_p: float | None = None,
+    ) -> Iterator[Int[Tensor, " b"]]:
+        """What follows ``prompt``, byte by byte and without end; arguments and errors as in :meth:`generate`."""
         if prompt.ndim != 2 or prompt.shape[1] < 1:
             raise ValueError(f"prompt must be (b, n) with n of at least 1, got {tuple(prompt.shape)}")
         _check_tokens(prompt)
-        if num_tokens < 0:
-            raise ValueError(f"num_tokens must not be negative, got {num_tokens}")
-        tokens = [prompt.long()]
+        check_sampling(temperature, top_k, top_p)
+        return self._follow(prompt, lambda logits: sample(logits, temperature, top_k, generator, top_p))
+
+    def _follow(self, tokens: Tensor, choose: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
         states = None
-        for _ in range(num_tokens):
-            logits, states = self.stream(tokens[-1], states)
-            tokens.append(sample(logits[:, -1], temperature, top_k, generator)[:, None])
-        return torch.cat(tokens, dim=1)
+        while True:
+            with torch.no_grad():  # not around the yield: what is done between two bytes is not ours
+                logits, states = self.stream(tokens, states)
+                token = choose(logits[:, -1])
+            yield token
+            tokens = token[:, None]
 
     def _check_length(self, n: int) -> None:
         if self.position_embedding is not None and n > self.seq_len:
@@ -208,16 +228,33 @@ def sample(
     temperature: float = 1.0,
     top_k: int | None = None,
     generator: torch.Generator | None = None,
+    top_p: float | None = None,
 ) -> Int[Tensor, " b"]:
     """Draw one token from each row of ``logits``; arguments as in :meth:`ByteTransformer.generate`."""
-    if not temperature >= 0:
-        raise ValueError(f"temperature must not be negative, got {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must keep at least 1 token, got {top_k}")
+    check_sampling(temperature, top_k, top_p)
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits.float() / temperature
     if top_k is not None and top_k < logits.shape[-1]:
         kept = logits.topk(top_k)  # by index: of equal logits no more than k are kept
         logits = torch.full_like(logits, -torch.inf).scatter(-1, kept.indices, kept.values)
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+    probability = logits.softmax(-1)
+    if top_p is not None:
+        ordered, index = probability.sort(dim=-1, descending=True, stable=True)
+        superfluous = ordered.cumsum(-1) - ordered >= top_p  # those before it have enough without it
+        probability = probability.masked_fill(superfluous.gather(-1, index.argsort(-1)), 0.0)
+    return torch.multinomial(probability, 1, generator=generator)[:, 0]
+
+
+def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    """Refuse what no token can be drawn by.
+
+    Raises:
+        ValueError: As in :meth:`ByteTransformer.generate`.
+    """
+    if not temperature >= 0:
+        raise ValueError(f"temperature must not be negative, got {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must keep at least 1 token, got {top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")

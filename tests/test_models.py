@@ -458,6 +458,36 @@ def test_top_k_keeps_k_of_equal_logits(top_k):
     assert (found > 0).sum() == top_k
 
 
+@pytest.mark.parametrize("top_p", [0.05, 0.4, 0.79, 0.94, 1.0])
+def test_top_p_keeps_the_fewest_bytes_that_have_it(top_p):
+    logits = torch.tensor([0.1, 0.5, 0.05, 0.3, 0.05]).log()
+    kept = {0.05: [1], 0.4: [1], 0.79: [1, 3], 0.94: [0, 1, 2, 3], 1.0: [0, 1, 2, 3, 4]}[top_p]
+    expected = torch.zeros(5, dtype=torch.float64)
+    expected[kept] = logits.double().exp()[kept]
+    expected /= expected.sum()
+    found = frequencies(logits, top_p=top_p)
+    assert (found[expected == 0] == 0).all()
+    deviation = (expected * (1 - expected) / 40_000).sqrt()
+    assert ((found - expected).abs() <= 5 * deviation + 1e-12).all()
+
+
+def test_top_p_goes_by_what_temperature_and_top_k_leave():
+    """Of 4, 3, 2, 1 the first two are kept, so 4/7 and 3/7: half of it is the first alone."""
+    logits = torch.tensor([4.0, 3.0, 2.0, 1.0]).log()
+    assert (frequencies(logits, draws=2000, top_k=2, top_p=0.5) > 0).tolist() == [True, False, False, False]
+    assert (frequencies(logits, draws=2000, top_k=2, top_p=0.6) > 0).tolist() == [True, True, False, False]
+    assert (frequencies(logits, draws=2000, temperature=0.1, top_p=0.9) > 0).tolist() == [True, False, False, False]
+
+
+def test_a_continuation_is_what_generate_adds():
+    model, prompt = make(), some_bytes(2, 5)
+    whole = model.generate(prompt, 9, 0.8, 20, torch.Generator().manual_seed(1), 0.9)
+    following = model.continuation(prompt, 0.8, 20, torch.Generator().manual_seed(1), 0.9)
+    added = torch.stack([next(following) for _ in range(9)], dim=1)
+    assert torch.equal(torch.cat((prompt.long(), added), 1), whole)
+    assert torch.is_grad_enabled()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_sampling_takes_any_dtype(dtype):
     found = frequencies(torch.tensor([0.0, -1000.0, 0.0], dtype=dtype), draws=1000)
@@ -477,6 +507,8 @@ def test_a_low_temperature_takes_the_likeliest_byte(temperature):
         ({"temperature": -1.0}, "temperature must not be negative, got -1"),
         ({"temperature": math.nan}, "temperature must not be negative, got nan"),
         ({"top_k": 0}, "top_k must keep at least 1 token, got 0"),
+        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0"),
+        ({"top_p": 1.1}, "top_p must be above 0 and at most 1, got 1.1"),
         ({"num_tokens": -1}, "num_tokens must not be negative, got -1"),
         ({"prompt": torch.zeros(1, 0).long()}, r"prompt must be .*got \(1, 0\)"),
         ({"prompt": torch.zeros(3).long()}, r"prompt must be .*got \(3,\)"),
