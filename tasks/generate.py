@@ -32,7 +32,7 @@ def load_network(path: Path) -> nn.Module:
         raise RunError(f"{path} does not say how its network was made; was it written by tasks.enwik8 fit?")
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--network", type=nn.Module)
-    network = parser.instantiate_classes(parser.parse_object({"network": made}))["network"]
+    network = parser.instantiate(parser.parse_object({"network": made}))["network"]
     weights = {k.removeprefix("network."): v for k, v in checkpoint["state_dict"].items() if k.startswith("network.")}
     network.load_state_dict(weights)
     return network.eval()
