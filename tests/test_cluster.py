@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -92,6 +93,26 @@ def test_an_interrupt_stops_the_runs(bench):
         signal.signal(signal.SIGINT, before[0])
         signal.signal(signal.SIGTERM, before[1])
     assert wait_until(lambda: not any(alive(int(file.read_text())) for file in sleeping))
+
+
+def test_sigterm_ends_a_comparison_that_started_a_cluster_itself(bench):
+    """Ray puts handlers of its own in the place of ours, which would abort."""
+    (bench / "configs/low.yaml").write_text("{effect: -0.2, sleep: 60}")
+    write_plan(bench, seeds=[0])
+    code = "import sys; from tasks.compare.__main__ import main; "
+    code += "sys.exit(main(sys.argv[1:], command=(sys.executable, 'fake.py')))"
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[1])
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "configs/test.yaml", "--on", "ray"], env=environment, stderr=subprocess.PIPE
+    )
+    pid = bench / "runs/test/elu+1-numerator/seed-0/pid.txt"
+    wait_for(pid)
+    process.terminate()
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    assert b"The same command goes on where this one stopped" in error
+    assert wait_until(lambda: not alive(int(pid.read_text())))
 
 
 @pytest.mark.parametrize("victims", ["worker and training", "training"])
