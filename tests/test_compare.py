@@ -470,7 +470,7 @@ def most_at_once(spans):
     return max(sum(begin <= moment < end for begin, end in spans) for moment, _ in spans)
 
 
-@pytest.mark.parametrize("side_by_side", [1, 2, 3])
+@pytest.mark.parametrize("side_by_side", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_so_many_runs_at_a_time_and_no_more(bench, monkeypatch, side_by_side):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(local, "usable_cpus", lambda: 7)
@@ -505,7 +505,7 @@ def test_a_comparison_needs_a_file(capsys):
     assert "no comparison file given" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGKILL", pytest.param("SIGTERM", marks=pytest.mark.slow)])
 def test_no_training_process_outlives_the_comparison(bench, name):
     """Not even one that is killed -9: the training sees its input close. Two runs side by side."""
     training = bench / "training.py"

@@ -22,7 +22,9 @@ ARMS = {
 }
 
 
-@pytest.fixture(scope="module", params=ARMS)
+@pytest.fixture(
+    scope="module", params=["elu+1", *(pytest.param(arm, marks=pytest.mark.slow) for arm in list(ARMS)[1:])]
+)
 def checkpoint(request, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("generate") / "arm" / "seed-0"
     with pytest.MonkeyPatch.context() as patch:

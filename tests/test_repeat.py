@@ -65,6 +65,7 @@ def change(run_dir, step, factor):
         writer.writerows(table)
 
 
+@pytest.mark.slow
 def test_an_experiment_comes_out_again(experiment, capsys):
     before = {path: path.read_bytes() for path in experiment.rglob("*") if path.is_file()}
     assert check(experiment) == 0
@@ -80,6 +81,7 @@ def test_one_run_all_its_steps(experiment, capsys):
     assert "one · seed 1: the same losses to the last digit, 5 steps" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_losses_that_do_not_come_out_are_told_with_their_step(experiment, capsys):
     change(experiment / "other" / "seed-0", 2, 1.01)
     assert check(experiment) == 1
@@ -88,6 +90,7 @@ def test_losses_that_do_not_come_out_are_told_with_their_step(experiment, capsys
     assert "other · seed 0: OTHER losses, most at step 2 (relative difference 9.9e-03)" in out
 
 
+@pytest.mark.slow
 def test_what_has_changed_since_is_told(experiment, capsys):
     path = experiment / "one/seed-0/run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"torch": "2.0.0"}))
@@ -95,6 +98,7 @@ def test_what_has_changed_since_is_told(experiment, capsys):
     assert f"(torch: 2.0.0 then, {torch.__version__} now)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_be_made_again_says_why(experiment, capsys):
     config = experiment / "one/seed-0/config.yaml"
     config.write_text(config.read_text().replace("path: null", "path: nowhere/text"))
@@ -130,6 +134,7 @@ def test_the_verdict_goes_by_the_largest_relative_difference(tmp_path, factor, s
     assert describe(compare_runs(read_run(one), read_run(other), 4)) == sentence
 
 
+@pytest.mark.slow
 def test_the_training_of_a_check_stops_early_on_the_whole_schedule(experiment, capsys):
     """Two of five steps at the rates that five steps have: with max_steps=2 the second would be another."""
     table = list(csv.DictReader((experiment / "one/seed-0/metrics.csv").open()))
@@ -138,6 +143,7 @@ def test_the_training_of_a_check_stops_early_on_the_whole_schedule(experiment, c
     assert check(experiment / "one", steps=2) == 0
 
 
+@pytest.mark.slow
 def test_nothing_compared_is_nothing_shown(experiment, capsys):
     path = experiment / "one/seed-0/metrics.csv"
     head, *lines = path.read_text().splitlines(keepends=True)
@@ -146,6 +152,7 @@ def test_nothing_compared_is_nothing_shown(experiment, capsys):
     assert "one · seed 0: no step could be compared" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_divergence_that_does_not_come_again_is_another_result(experiment, capsys):
     path = experiment / "one/seed-0/run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"diverged": {"step": 3, "why": "the loss is nan"}}))
@@ -154,6 +161,7 @@ def test_a_divergence_that_does_not_come_again_is_another_result(experiment, cap
     assert "diverged: {'step': 3, 'why': 'the loss is nan'} then, None now" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_divergence_that_comes_again_is_the_same(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
@@ -164,6 +172,7 @@ def test_a_divergence_that_comes_again_is_the_same(tmp_path, monkeypatch, capsys
     assert re.search(r"wild · seed 0: the same losses to the last digit, \d steps$", out.strip())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_an_interrupted_check_leaves_nothing_behind(experiment, tmp_path, name):
     """Its training is stopped and its folder is gone."""

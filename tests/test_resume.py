@@ -157,7 +157,7 @@ def test_resume_in_process_equals_straight(config, tmp_path, monkeypatch, networ
     assert (broken / "metrics.csv").read_bytes() == finished
 
 
-@pytest.mark.parametrize("interval", [3, 5])
+@pytest.mark.parametrize("interval", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_validation_while_gradients_accumulate_does_not_spoil_resuming(config, tmp_path, monkeypatch, interval):
     """Every third or fifth batch, two batches a step: it falls between the two, where no checkpoint can be taken."""
     from tasks.callbacks import Recorder
