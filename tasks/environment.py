@@ -18,6 +18,7 @@ import torch
 
 from linrope.attention.backends import choose
 
+_ROOT = Path(__file__).resolve().parents[1]
 # What these are set to can change the last digits of a result.
 _VARIABLES = ("LINROPE_BACKEND", "OMP_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE")
 _LIBRARIES = ("numpy", "einops", "jsonargparse", "performer-pytorch")
@@ -50,7 +51,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 def code_version() -> tuple[str, str | None, bool | None]:
     """linrope's version, the commit of this checkout, and whether files have changed since; None without git."""
     number = _installed("linrope") or "unknown version"
-    git = ["git", "-C", str(Path(__file__).resolve().parents[1]), "describe", "--always", "--dirty", "--exclude=*"]
+    git = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--exclude=*"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -67,14 +68,13 @@ def _installed(library: str) -> str | None:
 
 def own_code(parts: Iterable[object]) -> dict[str, str]:
     """SHA-256 of the files, by module, that the user's own classes among ``parts`` come from: no version speaks of them."""
-    others = (
-        str(Path(__file__).resolve().parents[1]),
-        *{sysconfig.get_path(p) for p in ("stdlib", "purelib", "platlib")},
-    )
+    # Not the whole checkout: a file that lies in it, but is none of ours, is what no commit tells of.
+    ours = [_ROOT / package for package in ("linrope", "tasks", "plots")]
+    others = [*ours, *(Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib"))]
     found = {}
     for module in {type(part).__module__ for part in parts}:
         file = getattr(sys.modules.get(module), "__file__", None)
-        if file and not str(Path(file).resolve()).startswith(others):
+        if file and not any(Path(file).resolve().is_relative_to(folder) for folder in others):
             found[module] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     return dict(sorted(found.items()))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import csv
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -638,6 +639,29 @@ def test_ones_own_code_is_recorded_by_its_hash(sometimes, run_dir, tmp_path):
     plain = run_dir.with_name("seed-1")
     assert fit(plain) == 0
     assert json.loads((plain / "run.json").read_text())["own_code"] == {}
+
+
+def test_own_code_in_the_checkout_is_told_from_the_projects(tmp_path, monkeypatch):
+    """A map beside the README, as the README has it, and one in a folder whose name begins like ours."""
+    import hashlib
+
+    from tasks import environment
+
+    monkeypatch.setattr(environment, "_ROOT", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    parts = []
+    for name in ("mine", "linrope_mine.maps", "plots.ours"):
+        path = tmp_path / (name.replace(".", "/") + ".py")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("class Part: pass\n")
+        spec = importlib.util.spec_from_file_location(f"own_{name}", path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        parts.append(module.Part())
+    digest = hashlib.sha256(b"class Part: pass\n").hexdigest()
+    found = environment.own_code([*parts, torch.nn.Linear(1, 1), Path()])
+    assert found == {"own_mine": digest, "own_linrope_mine.maps": digest}
 
 
 # --- checkpoints are data
