@@ -76,7 +76,8 @@ def test_output_and_weights_are_those_of_the_formula(kind, masked):
 @every_kind
 def test_causal_by_flag_or_mask_in_any_of_its_forms(kind):
     layer, (x, _, _) = make(kind), inputs()
-    expected, _ = by_hand(layer, x, x, x, torch.ones(N, N).tril())
+    expected, weights = by_hand(layer, x, x, x, torch.ones(N, N).tril())
+    assert_close(layer(x, x, x, is_causal=True)[1], weights.mean(1), rtol=1e-9, atol=1e-9)
     bools = torch.ones(N, N, dtype=torch.bool).triu(1)
     floats = nn.Transformer.generate_square_subsequent_mask(N, dtype=torch.float64)
     for how in (

@@ -12,6 +12,7 @@ from tests.cases import has_compiler
 
 LENGTHS = {
     "mixed": [3, 1, 0, 8, 5, 0, 70, 2],
+    "to be sorted back": [3, 9, 4, 1, 10, 0, 2, 1],
     "one": [13],
     "empty ends": [0, 4, 4, 0],
     "ones": [1] * 9,
