@@ -627,6 +627,28 @@ def test_an_interrupted_run_says_how_to_go_on(run_dir, capsys, monkeypatch):
         assert f"Interrupted after step 2. The same command {expected}." in capsys.readouterr().err
 
 
+def test_a_run_that_goes_on_shows_no_rows_from_beyond_its_checkpoint(run_dir, monkeypatch):
+    """Interrupted after step 3 with a checkpoint of step 2, and again before it has made step 3 anew."""
+    original = Recorder.on_train_batch_start
+
+    def crash_at(step):
+        def crash(self, trainer, *args):
+            if trainer.global_step == step:
+                raise OSError("the lights went out")
+            original(self, trainer, *args)
+
+        return crash
+
+    call = ["--trainer.max_steps=6", "--trainer.val_check_interval=6", "--checkpoint_every=2"]
+    for step, rows in ((3, 3), (2, 2)):
+        with monkeypatch.context() as patch:
+            patch.setattr(Recorder, "on_train_batch_start", crash_at(step))
+            assert fit(run_dir, *call) == 1
+        assert [int(row["step"]) for row in csv.DictReader((run_dir / "metrics.csv").open())] == list(
+            range(1, rows + 1)
+        )
+
+
 def test_ones_own_code_is_recorded_by_its_hash(sometimes, run_dir, tmp_path):
     import hashlib
 
