@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from linrope.transforms import is_transformed
+
 Pairing = Literal["interleaved", "half"]
 
 
@@ -113,9 +115,9 @@ def _turns(features: Tensor, positions: Tensor | None, width: int, base: float) 
     """Cosine and sine of each pair in turn, to broadcast against the first ``width`` features; float32 or wider."""
     n, dtype = features.shape[-2], torch.promote_types(features.dtype, torch.float32)
     if positions is None:
-        # Not while tracing: what a compiler or a fake mode makes must not outlive it.
-        plain = type(features) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()
-        return (_first_turns if plain else _first_turns.__wrapped__)(n, width, base, features.device, dtype)
+        # Not while tracing: what a compiler, a transform or a fake mode makes must not outlive it.
+        lasts = type(features) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling() and not is_transformed()
+        return (_first_turns if lasts else _first_turns.__wrapped__)(n, width, base, features.device, dtype)
     leading = positions.shape[:-1]
     fits = positions.ndim >= 1 and positions.shape[-1] == n and len(leading) <= features.ndim - 2
     if not fits or any(p not in (1, f) for p, f in zip(leading, features.shape, strict=False)):

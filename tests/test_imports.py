@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 # Rooms from the ground up: a room may use itself, its own floor and those below.
 FLOORS = {
     "linrope.precision": -1,
+    "linrope.transforms": -1,
     "linrope.rotary": 0,
     "linrope.feature_maps": 0,
     "linrope.attention": 0,

@@ -13,9 +13,11 @@ from linrope.attention.chunked import chunked
 from linrope.attention.inputs import Inputs, Normalizer, Rotation, check, check_positions, compute_dtype, prepare
 from linrope.attention.noncausal import noncausal
 from linrope.attention.packing import apart, check_offsets, packed_positions
+from linrope.attention.plain import plain
 from linrope.attention.reference import reference
 from linrope.attention.state import State, check_state, empty_state, rms_norm
 from linrope.precision import full_precision
+from linrope.transforms import is_transformed
 
 __all__ = ["Backend", "Normalizer", "State", "linear_attention", "stream_linear_attention"]
 
@@ -61,7 +63,7 @@ def linear_attention(
         chunk_size: Tokens per block of the causal form; changes speed and memory, not the result.
         backend: ``"native"`` (compiled C, for the CPU), ``"chunked"`` (torch, any device), ``"reference"``
             (float64, quadratic memory), or ``"auto"``: what ``$LINROPE_BACKEND`` says, else native where it
-            can be had and chunked elsewhere.
+            can be had and chunked elsewhere, and where torch.func or an exporter is at work.
         key_log_scale: Logarithm of a factor that each key's features still lack; see
             :meth:`linrope.FeatureMap.scaled_key`.
         normalizer: ``"features"`` divides by Σ_s φ(q_t)·φ(k_s), as above, which must not come near 0;
@@ -235,7 +237,8 @@ def _attend(
 
         output, state = native(inputs, state, divides=divides)
     else:
-        output, state = chunked(inputs, state, chunk_size or _CHUNK_SIZE, divides=divides)
+        in_chunks = plain if is_transformed() else chunked
+        output, state = in_chunks(inputs, state, chunk_size or _CHUNK_SIZE, divides=divides)
     if normalizer == "rms":
         output = rms_norm(output, RMS_EPSILON if inputs.log_scale is None else 0.0)
     return output, state

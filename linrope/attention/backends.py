@@ -10,6 +10,7 @@ from typing import Literal, cast, get_args
 import torch
 
 from linrope.attention.build import BuildError, library
+from linrope.transforms import is_transformed
 
 Backend = Literal["auto", "native", "chunked", "reference"]
 
@@ -32,7 +33,7 @@ def choose(backend: str, dtype: torch.dtype, device_type: str) -> Backend:
         if reason:
             raise RuntimeError(f"the native backend cannot be had: {reason}")
     if backend == "auto":
-        return "native" if device_type == "cpu" and _is_there(dtype) else "chunked"
+        return "native" if device_type == "cpu" and not is_transformed() and _is_there(dtype) else "chunked"
     return cast(Backend, backend)
 
 

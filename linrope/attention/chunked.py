@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from linrope.attention.inputs import Inputs
-from linrope.attention.state import State
+from linrope.attention.state import NO_KEY, State
 from linrope.precision import full_precision
 from linrope.rotary import turn_pairs
 
@@ -174,7 +174,7 @@ class _Weights(NamedTuple):
 
 
 def _weigh(log_scale: Float[Tensor, "b h n"], first: Float[Tensor, "b h"], c: int) -> _Weights:
-    scale = pad(log_scale, (0, -log_scale.shape[-1] % c), value=torch.finfo(log_scale.dtype).min)
+    scale = pad(log_scale, (0, -log_scale.shape[-1] % c), value=NO_KEY)
     top = torch.maximum(scale.cummax(-1).values, first[..., None])
     scale, top = scale.unflatten(-1, (-1, c)), top.unflatten(-1, (-1, c))
     end = top[..., -1]

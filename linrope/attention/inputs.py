@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from linrope.attention.state import NO_KEY
 from linrope.rotary import Rotary
 
 Normalizer = Literal["features", "rms"] | None
@@ -23,7 +24,7 @@ class Inputs(NamedTuple):
         query: φ(q).
         key: φ(k), 0 where masked.
         value: Values, 0 where masked.
-        log_scale: Logarithm of a factor that each key still lacks, the least finite number where masked; None: none.
+        log_scale: Logarithm of a factor that each key still lacks, ``NO_KEY`` where masked; None: none.
         rotary: What turns features in the numerator; None: nothing.
         query_positions: ``(n,)`` or ``(b, n)``; None: 0, 1, ….
         key_positions: ``(s,)`` or ``(b, s)``; None: 0, 1, ….
@@ -86,7 +87,7 @@ def prepare(
         absent = ~key_mask[:, None, :, None]
         key, value = key.masked_fill(absent, 0.0), value.masked_fill(absent, 0.0)
         if log_scale is not None:
-            log_scale = log_scale.masked_fill(absent[..., 0], torch.finfo(dtype).min)
+            log_scale = log_scale.masked_fill(absent[..., 0], NO_KEY)
     return Inputs(query, key, value, log_scale, rotary, query_positions, key_positions)
 
 

@@ -168,7 +168,7 @@ def _save(ctx, inputs, output):
     if not saves:
         raise RuntimeError(
             "this call of the native backend cannot be differentiated: torch.func's transforms, and graphs exported "
-            "without gradients, need backend='reference' or 'chunked'"
+            "without gradients, need backend='auto'"
         )
     ctx.save_for_backward(query, key, value, query_turn, key_turn, log_scale, scale, out, top, inverse, saved)
 
@@ -221,7 +221,7 @@ def _native(
     tensors = [x for x in (query, key, value, log_scale, state.kv, state.key_sum) if x is not None]
     saves = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if torch.autograd.forward_ad._current_level >= 0:  # torch takes an operator without a rule for constant
-        raise NotImplementedError("the native backend knows no forward-mode gradients; use backend='reference'")
+        raise NotImplementedError("the native backend knows no forward-mode gradients; use backend='auto'")
     # A log-scale has no gradient, and cloned it can be saved even where it comes from inference mode.
     scale = state.log_scale.detach().clone()
     out, kv, key_sum, top, *_ = attend(

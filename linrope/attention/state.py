@@ -8,6 +8,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+# The log-scale of no key at all. Not -inf: a row whose every key is masked must not form inf - inf. In float64
+# float32's least number too, for ONNX writes its constants in float32.
+NO_KEY = torch.finfo(torch.float32).min
+
 
 class State(NamedTuple):
     """The running sums of causal linear attention: constant in size, float32 or wider.
@@ -32,13 +36,11 @@ def empty_state(
     """Return the state before the first token, in the dtype and on the device of the features."""
     b, h, _, m = query_features.shape
     zeros = query_features.new_zeros
-    # The least finite number instead of -inf: a row whose every key is masked must not form inf - inf.
-    floor = torch.finfo(query_features.dtype).min if has_log_scale else 0.0
     return State(
         kv=zeros(b, h, m, value.shape[-1]),
         key_sum=zeros(b, h, m),
         position=zeros(b, dtype=torch.long),
-        log_scale=query_features.new_full((b, h), floor),
+        log_scale=query_features.new_full((b, h), NO_KEY if has_log_scale else 0.0),
     )
 
 

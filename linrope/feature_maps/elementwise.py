@@ -11,6 +11,7 @@ from torch.nn.functional import softplus
 
 from linrope.feature_maps.base import FeatureMap, check_floor, relative_floor
 from linrope.precision import at_least_float32
+from linrope.transforms import is_transformed
 
 
 class EluPlusOne(FeatureMap):
@@ -33,7 +34,10 @@ class EluPlusOne(FeatureMap):
 
     def map_query(self, query: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch m"]:
         """elu(query) + 1."""
-        return _EluPlusOne.apply(at_least_float32(query))  # type: ignore[return-value]
+        query = at_least_float32(query)
+        if is_transformed():
+            return query.clamp(max=0).exp() + query.relu()
+        return _EluPlusOne.apply(query)  # type: ignore[return-value]
 
 
 class _EluPlusOne(torch.autograd.Function):
@@ -41,8 +45,6 @@ class _EluPlusOne(torch.autograd.Function):
 
     exp sees no positive x, and the derivative no branch: autograd would choose between the two, pass by pass.
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
