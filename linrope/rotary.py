@@ -115,9 +115,9 @@ def _turns(features: Tensor, positions: Tensor | None, width: int, base: float) 
     """Cosine and sine of each pair in turn, to broadcast against the first ``width`` features; float32 or wider."""
     n, dtype = features.shape[-2], torch.promote_types(features.dtype, torch.float32)
     if positions is None:
-        # Not while tracing: what a compiler, a transform or a fake mode makes must not outlive it.
-        lasts = type(features) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling() and not is_transformed()
-        return (_first_turns if lasts else _first_turns.__wrapped__)(n, width, base, features.device, dtype)
+        return (_first_turns if _may_be_kept(features) else _first_turns.__wrapped__)(
+            n, width, base, features.device, dtype
+        )
     leading = positions.shape[:-1]
     fits = positions.ndim >= 1 and positions.shape[-1] == n and len(leading) <= features.ndim - 2
     if not fits or any(p not in (1, f) for p, f in zip(leading, features.shape, strict=False)):
@@ -129,6 +129,11 @@ def _turns(features: Tensor, positions: Tensor | None, width: int, base: float) 
     return _make_turns(positions.reshape(*leading, *axes_between, n), width, base, features.device, dtype)
 
 
+def _may_be_kept(x: Tensor) -> bool:
+    """Whether what is made for ``x`` may be kept: what a compiler, a transform or a fake mode makes must not outlive it."""
+    return type(x) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling() and not is_transformed()
+
+
 @lru_cache(maxsize=2)
 def _first_turns(n: int, width: int, base: float, device: torch.device, dtype: torch.dtype) -> Tensor:
     """The turns of positions 0, 1, …, n - 1: all layers of a model share them."""
@@ -136,10 +141,18 @@ def _first_turns(n: int, width: int, base: float, device: torch.device, dtype: t
         return _make_turns(torch.arange(n, device=device), width, base, device, dtype)
 
 
+@lru_cache(maxsize=8)
+def _frequencies(width: int, base: float, *, device: torch.device) -> Tensor:
+    """:func:`inv_freq`, made once: in generation every token asks for it."""
+    with torch.inference_mode(False), torch.no_grad():
+        return inv_freq(width, base, device=device)
+
+
 def _make_turns(positions: Tensor, width: int, base: float, device: torch.device, dtype: torch.dtype) -> Tensor:
     # Apple's GPUs have no float64, so the angles are made on the CPU there.
     wide = torch.device("cpu") if device.type == "mps" else device
-    angle = positions.to(wide, torch.float64)[..., None] * inv_freq(width, base, device=wide)
+    frequencies = (_frequencies if _may_be_kept(positions) else inv_freq)(width, base, device=wide)
+    angle = positions.to(wide, torch.float64)[..., None] * frequencies
     return torch.stack((angle.cos(), angle.sin()), dim=-1).flatten(-2).to(device, dtype)
 
 

@@ -54,6 +54,12 @@ def test_greedy_bytes_are_those_of_the_parallel_logits(checkpoint, monkeypatch):
     assert text == bytes(tokens[0].tolist())
 
 
+@pytest.mark.slow
+def test_compiled_it_writes_the_same_bytes(checkpoint, monkeypatch):
+    call = ["--ckpt", checkpoint, "--num_bytes", 40, "--temperature", 0]
+    assert written(monkeypatch, *call, "--compile") == written(monkeypatch, *call)
+
+
 def test_a_seed_gives_the_same_bytes_and_sampling_narrows_them(checkpoint, monkeypatch):
     call = ["--ckpt", checkpoint, "--num_bytes", 40]
     (_, first), (_, again), (_, other) = (written(monkeypatch, *call, "--seed", seed) for seed in (1, 1, 2))

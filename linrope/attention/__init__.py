@@ -16,6 +16,7 @@ from linrope.attention.packing import apart, check_offsets, packed_positions
 from linrope.attention.plain import plain
 from linrope.attention.reference import reference
 from linrope.attention.state import State, check_state, empty_state, rms_norm
+from linrope.attention.step import step
 from linrope.precision import full_precision
 from linrope.transforms import is_transformed
 
@@ -232,6 +233,8 @@ def _attend(
         output, state = reference(inputs, state, causal=causal, divides=divides)
     elif not causal:
         output = noncausal(inputs, divides=divides)
+    elif inputs.query.shape[2] == 1:
+        output, state = step(inputs, state, divides=divides)
     elif backend == "native":
         from linrope.attention.native import native
 

@@ -35,7 +35,7 @@ class EluPlusOne(FeatureMap):
     def map_query(self, query: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch m"]:
         """elu(query) + 1."""
         query = at_least_float32(query)
-        if is_transformed():
+        if is_transformed() or not torch.is_grad_enabled():
             return query.clamp(max=0).exp() + query.relu()
         return _EluPlusOne.apply(query)  # type: ignore[return-value]
 
