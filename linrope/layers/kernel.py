@@ -95,7 +95,7 @@ class KernelAttention(nn.Module):
             value: Values, of as many.
             key_mask: True where a key takes part.
             query_positions: In tokens; 0, 1, … by default.
-            key_positions: In tokens; 0, 1, … by default.
+            key_positions: In tokens; those of the queries if causal, else 0, 1, ….
             causal: For this call, in place of what the module was made with.
             offsets: Of sequences packed into one row; see :func:`linrope.linear_attention`.
 
@@ -106,7 +106,9 @@ class KernelAttention(nn.Module):
         if offsets is not None:
             check_offsets(offsets, query.shape[0], query.shape[2])
             query_positions = packed_positions(offsets) if query_positions is None else query_positions
-            key_positions = query_positions if key_positions is None else key_positions
+        causal = self.causal if causal is None else causal
+        if key_positions is None and (causal or offsets is not None):
+            key_positions = query_positions
         query, key, log_scale = self.map_heads(
             query, key, query_positions, key_positions, scaled=self.normalizer is not None
         )
@@ -115,7 +117,7 @@ class KernelAttention(nn.Module):
             key,
             value,
             rotary=self._numerator_rotary,
-            causal=self.causal if causal is None else causal,
+            causal=causal,
             key_mask=key_mask,
             query_positions=query_positions,
             key_positions=key_positions,

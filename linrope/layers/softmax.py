@@ -148,3 +148,9 @@ def _masked_attention(query: Tensor, key: Tensor, value: Tensor, key_mask: Tenso
         query, key.masked_fill(absent, 0.0), value.masked_fill(absent, 0.0), attn_mask=allowed | nothing
     )
     return output.masked_fill(nothing, 0.0)
+
+
+def softmax_weights(query: Tensor, key: Tensor, attended: Tensor) -> Float[Tensor, "b h n s"]:
+    """softmax(q·k/√d) over the keys that are ``attended`` to, explicitly; 0 where there are none."""
+    scores = (query @ key.mT / query.shape[-1] ** 0.5).masked_fill(~attended, -torch.inf)
+    return scores.softmax(-1).masked_fill(~attended, 0.0).nan_to_num(0.0)
