@@ -68,12 +68,14 @@ class Weights:
         attended: True where query t may attend to key s.
         softmax: Those of softmax, of the same queries and keys.
         normalizer: Σ_s φ(q_t)·φ(k_s) / Σ_s ‖φ(q_t)‖‖φ(k_s)‖; None for softmax.
+        unrotated: W without the rotation in the numerator, divided by the same; None where there is no such rotation.
     """
 
     weights: Float[Tensor, "b h n s"]
     attended: Tensor
     softmax: Float[Tensor, "b h n s"]
     normalizer: Float[Tensor, "b h n"] | None
+    unrotated: Float[Tensor, "b h n s"] | None = None
 
     def measure(self) -> Diagnostics:
         """Reduce to numbers."""
@@ -232,6 +234,9 @@ def _kernel_weights(
         attended=attended,
         softmax=softmax_weights(*turned, attended),
         normalizer=_ratio(normalizer, sizes.sum(-1)),
+        unrotated=_ratio(kernel, divisor[..., None])
+        if layer.rotary is not None and layer.rotary_placement == "numerator"
+        else None,
     )
 
 

@@ -25,8 +25,8 @@ REQUIRED_COLUMNS = ("step", "tokens", "seconds", "train/bpc")
 _DEPTH = 3  # a folder of experiments, an experiment, an arm: never further down than runs lie
 
 
-class RunError(Exception):
-    """A folder does not hold what a run leaves; the message says what was expected and what came."""
+class RunError(RuntimeError):
+    """A folder does not hold what a run leaves, or cannot be used for what was asked; the message says why."""
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ import torch
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 
 from linrope import redraw_feature_maps
+from plots.runs import RunError
 from tasks.environment import environment, own_code, peak_memory
 from tasks.language_modeling import LanguageModeling, NonFiniteError, bits
-from tasks.run_directory import RunDirectory, RunError
+from tasks.run_directory import RunDirectory
 
 _FLUSH_SECONDS = 5.0
 

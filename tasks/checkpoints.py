@@ -13,8 +13,10 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import Callback
 
+from plots.checkpoints import load_checkpoint
 from plots.files import write_whole
-from tasks.run_directory import RunDirectory, RunError
+from plots.runs import RunError
+from tasks.run_directory import RunDirectory
 
 
 class Checkpoints(Callback):
@@ -85,16 +87,3 @@ class WholeFiles(CheckpointIO):
     def remove_checkpoint(self, path: str | Path) -> None:
         """Delete the file."""
         Path(path).unlink()
-
-
-def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Load a checkpoint's tensors and plain values; no code in it is run.
-
-    Raises:
-        RunError: The file is cut short, or no checkpoint.
-    """
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise RunError(f"{path} is not a whole checkpoint: {first}") from error

@@ -8,34 +8,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from jsonargparse import ArgumentParser
 from torch import nn
 
-from tasks.checkpoints import load_checkpoint
-from tasks.run_directory import RunError
-
-
-def load_network(path: Path) -> nn.Module:
-    """Rebuild the network that a checkpoint of ``tasks.enwik8`` holds, with its weights, ready to be evaluated.
-
-    The checkpoint is read as data; the classes that it names are imported, and those of others' checkpoints are code
-    of others.
-
-    Raises:
-        RunError: The file is no whole checkpoint, or does not say how its network was made.
-    """
-    checkpoint = load_checkpoint(path)
-    made = checkpoint.get("hyper_parameters", {}).get("network")
-    if made is None:
-        raise RunError(f"{path} does not say how its network was made; was it written by tasks.enwik8 fit?")
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--network", type=nn.Module)
-    network = parser.instantiate(parser.parse_object({"network": made}))["network"]
-    weights = {k.removeprefix("network."): v for k, v in checkpoint["state_dict"].items() if k.startswith("network.")}
-    network.load_state_dict(weights)
-    return network.eval()
+from plots.checkpoints import load_network
+from plots.runs import RunError
 
 
 def generate(
@@ -65,7 +44,7 @@ def generate(
 
 def compile_stream(network: nn.Module) -> None:
     """Let torch compile what carries a state from byte to byte; the prompt, of any length, goes through as it is."""
-    first = network.stream
+    first: Any = network.stream
     further = torch.compile(first)
     network.stream = lambda tokens, states=None: (first if states is None else further)(tokens, states)  # type: ignore[assignment]
 
@@ -81,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--top_p", type=float, help="draw from the likeliest bytes that together have this probability")
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
     parser.add_argument("--device", default="cpu", help="where to compute (default: cpu)")
-    parser.add_argument("--compile", action="store_true", help="compile first, for some seconds; then several times as fast")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile first, for some seconds; then several times as fast"
+    )
     options = parser.parse_args(arguments)
     # As they were typed: what is no UTF-8 is kept by Python in its own way, and given back so.
     prompt = options.prompt.encode(errors="surrogateescape")

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from plots.files import write_whole
+from plots.runs import RunError
 from tasks.locks import alone
 from tasks.metrics_csv import MetricsCSV
 
@@ -22,10 +23,6 @@ _FREE = (
     "trainer.logger",
     "data.num_workers",
 )
-
-
-class RunError(RuntimeError):
-    """A run's folder cannot be used for what was asked."""
 
 
 class RunDirectory:

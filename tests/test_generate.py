@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tasks.generate import load_network, main
+from plots.checkpoints import load_network
+from tasks.generate import main
 from tests.test_enwik8_cli import ROOT, TINY
 from tests.test_enwik8_cli import fit as train
 

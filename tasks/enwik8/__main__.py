@@ -19,11 +19,13 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from plots.checkpoints import load_checkpoint
+from plots.runs import RunError
 from tasks.callbacks import Claim, ProgressBar, Randomness, Recorder
-from tasks.checkpoints import Checkpoints, WholeFiles, load_checkpoint
+from tasks.checkpoints import Checkpoints, WholeFiles
 from tasks.enwik8.data import ByteData
 from tasks.language_modeling import LanguageModeling, NonFiniteError
-from tasks.run_directory import RunDirectory, RunError
+from tasks.run_directory import RunDirectory
 
 _TRAINER_DEFAULTS = {
     "max_steps": 600,
