@@ -32,7 +32,7 @@ FORBIDDEN = {
     "tasks": {"tests"},
 }
 # The layers inside other people's models need those people's code.
-ALLOWED = {"linrope.integrations": {"performer_pytorch"}}
+ALLOWED = {"linrope.integrations": {"performer_pytorch", "transformers"}}
 THIRD_PARTIES_OF_LINROPE = {"torch", "einops", "jaxtyping"}
 
 

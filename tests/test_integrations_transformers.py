@@ -1,0 +1,352 @@
+"""linrope's attention inside transformers' models."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from einops import rearrange
+from torch.testing import assert_close
+from transformers import (
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    RoFormerConfig,
+    RoFormerForCausalLM,
+    RoFormerModel,
+    StaticCache,
+    T5Config,
+    T5Model,
+)
+
+from linrope import FavorPlus, Hedgehog, KernelAttention, Rotary, linear_attention
+from linrope.integrations.transformers import replace_attention
+
+V, N, PAD = 50, 12, 3
+SMALL = {"vocab_size": V, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48}
+NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+
+
+def gpt2(**options):
+    dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    settings = {"vocab_size": V, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, **dropout, **NO_TOKENS}
+    return GPT2LMHeadModel(GPT2Config(**settings | options))
+
+
+def llama(**options):
+    return LlamaForCausalLM(
+        LlamaConfig(**SMALL | NO_TOKENS | {"num_key_value_heads": 2, "rope_theta": 500.0} | options)
+    )
+
+
+def bert(**options):
+    return BertModel(BertConfig(**SMALL | {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0} | options))
+
+
+def roformer(kind=RoFormerForCausalLM, **options):
+    settings = {"is_decoder": kind is RoFormerForCausalLM, "hidden_dropout_prob": 0.0, "max_position_embeddings": 64}
+    return kind(RoFormerConfig(**SMALL | NO_TOKENS | settings | options))
+
+
+DECODERS = {
+    "gpt2": (gpt2, {}),
+    "gpt2, rotary": (gpt2, {"rotary": Rotary(), "rotary_placement": "numerator"}),
+    "gpt2, FAVOR+": (gpt2, {"feature_map": partial(FavorPlus, num_features=16)}),
+    "llama, before": (llama, {}),
+    "llama, numerator": (llama, {"rotary_placement": "numerator"}),
+    "llama, FAVOR+": (llama, {"feature_map": partial(FavorPlus, num_features=16), "rotary_placement": "numerator"}),
+    "roformer, before": (roformer, {}),
+    "roformer, numerator": (roformer, {"rotary_placement": "numerator"}),
+}
+every_decoder = pytest.mark.parametrize("which", DECODERS)
+
+
+def replaced(which: str):
+    make, options = DECODERS[which]
+    torch.manual_seed(0)
+    model = make().double().eval()
+    replace_attention(model, **options)
+    return model
+
+
+def tokens(b=2, n=N):
+    torch.manual_seed(1)
+    return torch.randint(1, V, (b, n))
+
+
+# ---- the attention interface ----
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_set_attn_implementation_is_linear_attention_of_the_models_queries_and_keys(make, monkeypatch):
+    torch.manual_seed(0)
+    model = make().double().eval()
+    softmax = model(tokens()).logits
+    model.set_attn_implementation("linrope")
+    seen = []
+    forward = KernelAttention.forward
+    monkeypatch.setattr(
+        KernelAttention, "forward", lambda self, q, k, v, **o: seen.append((q, k, v)) or forward(self, q, k, v, **o)
+    )
+    assert not torch.allclose(model(tokens()).logits, softmax)
+    assert len(seen) == 2
+    attention = next(m for m in model.modules() if type(m).__name__ in ("GPT2Attention", "LlamaAttention"))
+    project = attention.c_proj if make is gpt2 else attention.o_proj
+    outputs = []
+    project.register_forward_pre_hook(lambda _, given: outputs.append(given[0]))
+    model(tokens())
+    query, key, value = seen[0]
+    phi = [
+        torch.where(x > 0, x + 1, x.exp()) for x in (query, key.repeat_interleave(query.shape[1] // key.shape[1], 1))
+    ]
+    value = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+    expected = linear_attention(*phi, value, backend="reference")
+    assert_close(outputs[0], rearrange(expected, "b h n e -> b n (h e)"))
+    model.set_attn_implementation("eager")
+    assert_close(model(tokens()).logits, softmax)
+
+
+def test_bert_sees_both_directions_and_no_pads():
+    torch.manual_seed(0)
+    model = bert().double().eval()
+    model.set_attn_implementation("linrope")
+    given = tokens()
+    padded = torch.cat((given, torch.zeros(2, PAD, dtype=torch.long)), 1)
+    mask = (torch.arange(N + PAD) < N).expand(2, -1)
+    alone, among = model(given).last_hidden_state, model(padded, attention_mask=mask.long()).last_hidden_state[:, :N]
+    assert_close(among, alone)
+    changed = given.clone()
+    changed[:, -1] = given[:, -1] % (V - 1) + 1
+    assert (model(changed).last_hidden_state[:, 0] - alone[:, 0]).abs().max() > 1e-6
+
+
+def test_cross_attention_is_not_causal():
+    torch.manual_seed(0)
+    model = bert(is_decoder=True, add_cross_attention=True).double().eval()
+    model.set_attn_implementation("linrope")
+    context, mask = torch.randn(2, 7, 32).double(), torch.ones(2, 7, dtype=torch.long)
+    mask[:, -2:] = 0
+    out = model(tokens(), encoder_hidden_states=context, encoder_attention_mask=mask).last_hidden_state
+    cut = model(tokens(), encoder_hidden_states=context[:, :5]).last_hidden_state
+    assert_close(out, cut)
+    changed = context.clone()
+    changed[:, 4] += 1
+    later = model(tokens(), encoder_hidden_states=changed[:, :5]).last_hidden_state
+    assert (later[:, 0] - cut[:, 0]).abs().max() > 1e-6
+
+
+# ---- replaced attention ----
+
+
+def test_weights_are_kept_and_every_layer_has_its_own_map():
+    torch.manual_seed(0)
+    model = llama()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    names = replace_attention(model, feature_map=partial(FavorPlus, num_features=16))
+    assert names == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    after = model.state_dict()
+    assert all(torch.equal(after[k], v) for k, v in before.items())
+    rows = [after[f"{name}.linrope.feature_map.projection.rows"] for name in names]
+    assert not torch.allclose(*rows)
+
+
+@pytest.mark.parametrize("placement", ["before", "numerator"])
+@pytest.mark.parametrize("make", [llama, roformer])
+def test_the_rotation_is_where_it_is_said_to_be(make, placement):
+    """The first layer's attention against the reference, with the projections' outputs rotated by linrope."""
+    torch.manual_seed(0)
+    model = make().double().eval()
+    (name, _) = replace_attention(model, rotary_placement=placement)
+    attention = model.get_submodule(name)
+    seen = []
+    attention.register_forward_hook(lambda _, args, kwargs, out: seen.append((args, kwargs, out)), with_kwargs=True)
+    model(tokens())
+    ((args, kwargs, output),) = seen
+    x = args[0] if args else kwargs["hidden_states"]
+    parts = [attention.q_proj, attention.k_proj, attention.v_proj] if make is llama else None
+    q, k, v = (
+        f(x).unflatten(-1, (-1, 8)).transpose(1, 2) for f in parts or (attention.query, attention.key, attention.value)
+    )
+    k, v = (y.repeat_interleave(4 // y.shape[1], 1) for y in (k, v))
+    rotary = Rotary(500.0, pairing="half") if make is llama else Rotary()
+    if placement == "before":
+        # Llama's tables are float32.
+        q, k = rotary(q), rotary(k)
+    q, k = (torch.where(y > 0, y + 1, y.exp()) for y in (q, k))
+    expected = linear_attention(q, k, v, rotary=rotary if placement == "numerator" else None, backend="reference")
+    expected = rearrange(expected, "b h n e -> b n (h e)")
+    expected = attention.o_proj(expected) if make is llama else expected
+    assert_close(output[0], expected, rtol=1e-5, atol=1e-6) if placement == "before" else assert_close(
+        output[0], expected
+    )
+
+
+@every_decoder
+def test_later_tokens_do_not_exist(which):
+    model, given = replaced(which), tokens()
+    logits = model(given).logits
+    changed = given.clone()
+    changed[:, 8:] = changed[:, 8:] % (V - 1) + 1
+    assert_close(model(changed).logits[:, :8], logits[:, :8])
+    assert (model(changed).logits[:, 8:] - logits[:, 8:]).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("which", "side"),  # a RoFormer's positions count pads: it has no position_ids
+    [(which, side) for which in DECODERS for side in ("left", "right") if side == "right" or "roformer" not in which],
+)
+def test_pads_do_not_exist(which, side):
+    model, given = replaced(which), tokens()
+    pads = torch.zeros(2, PAD, dtype=torch.long)
+    real = slice(PAD, None) if side == "left" else slice(N)
+    padded = torch.cat((pads, given) if side == "left" else (given, pads), 1)
+    mask = torch.zeros(2, N + PAD, dtype=torch.long)
+    mask[:, real] = 1
+    options = {} if which.startswith("roformer") else {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    assert_close(model(padded, attention_mask=mask, **options).logits[:, real], model(given).logits)
+
+
+@every_decoder
+def test_the_cache_gives_the_parallel_logits(which):
+    model, given = replaced(which), tokens()
+    expected = model(given).logits
+    out = model(given[:, :5], use_cache=True)
+    parts, cache = [out.logits], out.past_key_values
+    for part in (slice(5, 6), slice(6, 9), slice(9, N)):
+        out = model(given[:, part], past_key_values=cache, use_cache=True)
+        parts.append(out.logits)
+    assert_close(torch.cat(parts, 1), expected, rtol=1e-9, atol=1e-9)
+
+
+@every_decoder
+def test_generation_takes_the_likeliest_of_the_parallel_logits(which):
+    model, given = replaced(which), tokens(n=4)
+    made = model.generate(given, max_new_tokens=6, do_sample=False, attention_mask=torch.ones_like(given))
+    expected = given
+    for _ in range(6):
+        expected = torch.cat((expected, model(expected).logits[:, -1:].argmax(-1)), 1)
+    assert torch.equal(made, expected)
+
+
+@pytest.mark.parametrize("which", ["llama, before", "llama, numerator", "gpt2"])
+def test_generation_of_a_padded_batch_and_with_beams(which):
+    model, given = replaced(which), tokens(n=4)
+    alone = model.generate(given, max_new_tokens=5, do_sample=False, attention_mask=torch.ones_like(given))
+    padded = torch.cat((torch.zeros(2, PAD, dtype=torch.long), given), 1)
+    among = model.generate(padded, max_new_tokens=5, do_sample=False, attention_mask=(padded > 0).long())
+    assert torch.equal(among[:, PAD:], alone)
+    options = {"num_beams": 3, "max_new_tokens": 5, "attention_mask": torch.ones_like(given), "do_sample": False}
+    assert torch.equal(model.generate(given, **options), model.generate(given, use_cache=False, **options))
+
+
+def test_learned_maps_are_trained_and_saved(tmp_path):
+    torch.manual_seed(0)
+    model = llama()
+    replace_attention(model, feature_map=Hedgehog, rotary_placement="numerator")
+    model(tokens(), labels=tokens()).loss.backward()
+    (weight, *_) = [p for name, p in model.named_parameters() if ".linrope." in name]
+    assert weight.grad.abs().max() > 0
+    other = llama()
+    replace_attention(other, feature_map=Hedgehog, rotary_placement="numerator")
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(tokens()).logits, model(tokens()).logits)
+    assert torch.equal(copy.deepcopy(model)(tokens()).logits, model(tokens()).logits)
+
+
+# ---- what is refused ----
+
+
+def test_what_cannot_be_done_is_refused_with_the_reason():
+    model = gpt2(attn_pdrop=0.1)
+    model.set_attn_implementation("linrope")
+    with pytest.raises(ValueError, match=r"no weights to drop: set the model's attention dropout, 0\.1, to 0"):
+        model.train()(tokens())
+    replace_attention(model)
+    model.train()(tokens())
+
+    model = llama()
+    model.set_attn_implementation("linrope")
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    with pytest.raises(ValueError, match="a cache that grows"):
+        model(tokens(), past_key_values=cache, use_cache=True)
+    pairs = torch.ones(2, 1, N, N, dtype=torch.bool).tril()
+    assert_close(model(tokens(), attention_mask=pairs).logits, model(tokens()).logits)
+    pairs[:, :, 5, 2] = False
+    with pytest.raises(ValueError, match="no masks of single pairs"):
+        model(tokens(), attention_mask=pairs)
+
+
+def test_models_that_cannot_be_replaced_are_left_as_they_were():
+    with pytest.raises(
+        ValueError, match="only attention of GPT-2, BERT, Llama and RoFormer can be replaced, got T5Model"
+    ):
+        replace_attention(T5Model(T5Config(vocab_size=V, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)))
+    with pytest.raises(ValueError, match="rotates by itself: pass rotary_placement='numerator'"):
+        replace_attention(llama(), rotary=Rotary())
+    scaled = llama(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0})
+    names = set(scaled.state_dict())
+    with pytest.raises(ValueError, match="rotation is scaled"):
+        replace_attention(scaled, rotary_placement="numerator")
+    assert set(scaled.state_dict()) == names
+    assert scaled.config._attn_implementation != "linrope"
+
+
+def test_a_roformer_encoder():
+    torch.manual_seed(0)
+    model = roformer(RoFormerModel).double().eval()
+    replace_attention(model, rotary_placement="numerator")
+    given = tokens()
+    mask = (torch.arange(N + PAD) < N).long().expand(2, -1)
+    padded = torch.cat((given, torch.zeros(2, PAD, dtype=torch.long)), 1)
+    among = model(padded, attention_mask=mask).last_hidden_state[:, :N]
+    assert_close(among, model(given).last_hidden_state)
+
+
+# ---- from softmax to linear ----
+
+
+@pytest.mark.slow
+def test_training_recovers_most_of_what_the_exchange_costs():
+    """Bytes of Python's help texts: trained with softmax, exchanged, trained on; beside as much training from scratch."""
+    from pydoc_data.topics import topics
+
+    text = torch.tensor(list("\n".join(topics.values()).encode()))
+
+    def train(model, steps, seed):
+        generator = torch.Generator().manual_seed(seed)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        for _ in range(steps):
+            starts = torch.randint(0, len(text) - 64, (16,), generator=generator)
+            batch = torch.stack([text[i : i + 64] for i in starts])
+            loss = model(batch, labels=batch).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    def loss(model):
+        generator = torch.Generator().manual_seed(99)
+        starts = torch.randint(0, len(text) - 64, (64,), generator=generator)
+        batch = torch.stack([text[i : i + 64] for i in starts])
+        with torch.no_grad():
+            return model(batch, labels=batch).loss.item()
+
+    torch.manual_seed(0)
+    model = llama(vocab_size=256, hidden_size=64, intermediate_size=128)
+    scratch = copy.deepcopy(model)
+    train(model, 400, seed=0)
+    softmax = loss(model)
+    replace_attention(model, rotary_placement="numerator")
+    exchanged = loss(model)
+    train(model, 200, seed=1)
+    recovered = loss(model)
+    replace_attention(scratch, rotary_placement="numerator")
+    train(scratch, 200, seed=1)
+    print(f"softmax {softmax:.3f}, exchanged {exchanged:.3f}, recovered {recovered:.3f}, scratch {loss(scratch):.3f}")
+    assert exchanged > softmax
+    assert (exchanged - recovered) / (exchanged - softmax) > 0.5
+    assert recovered < loss(scratch)
