@@ -46,6 +46,11 @@ def load_network(path: Path) -> nn.Module:
     return network.eval()
 
 
+def run_name(checkpoint: Path) -> str:
+    """Experiment, arm and seed of the run that left a checkpoint, as far as its path tells."""
+    return "/".join(checkpoint.parts[:-2][-3:]) or checkpoint.name
+
+
 def real_text(path: Path | None, sequences: int, tokens: int) -> torch.Tensor:
     """Windows of a file, spread evenly over it: ``(sequences, tokens)`` bytes.
 

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from linrope.diagnostics import QUANTILES, Diagnostics, diagnose
-from plots.checkpoints import load_network, real_text
+from plots.checkpoints import load_network, real_text, run_name
 from plots.files import save_figure
 from plots.runs import RunError
 from plots.styles import FAINT, HUES, INK, PAPER
@@ -29,7 +29,6 @@ _TITLES = {
     "distance": "mean distance (tokens)",
     "softmax_error": "relative error\nagainst softmax, same q and k",
 }
-_LOGARITHMIC = {"growth", "smallest_normalizer"}
 
 
 def draw(found: Mapping[str, Diagnostics], stem: str | Path, *, title: str = "") -> tuple[Path, Path]:
@@ -79,10 +78,8 @@ def _panel(axis: Axes, name: str, layers: list[Diagnostics]) -> None:
                 axis.plot(at[head], values[head], "o", color=color, markersize=3.5)
     if name in ("row_sums", "growth"):
         axis.axhline(1, color=FAINT, linewidth=0.7, linestyle=(0, (3, 2)), zorder=0)
-    if name in _LOGARITHMIC and all((getattr(layer, name) > 0).all() for layer in layers):
-        axis.set_yscale("log")
-    elif name not in ("row_sums", "growth"):
-        axis.set_ylim(bottom=0)
+    if name not in ("row_sums", "growth"):
+        axis.set_ylim(0, 1.08 * axis.get_ylim()[1])
     if all(getattr(layer, name).isnan().all() for layer in layers):
         axis.text(0.5, 0.5, "softmax has none", transform=axis.transAxes, ha="center", color=FAINT, fontsize=8)
     axis.set_title(_TITLES[name], fontsize=8.5, color=INK)
@@ -125,9 +122,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         tokens = real_text(options.text, options.sequences, options.tokens)
         found = diagnose(load_network(options.ckpt), tokens, max_tokens=options.tokens)
-        source = options.text or "Python's help texts"
+        source = options.text.name if options.text else "Python's help texts"
         pictures = draw(
-            found, options.out, title=f"{options.ckpt}, {options.sequences} × {options.tokens} bytes of {source}"
+            found,
+            options.out,
+            title=f"{run_name(options.ckpt)}, {options.sequences} × {options.tokens} bytes of {source}",
         )
     except (RunError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from linrope.diagnostics import attention_weights
 from linrope.rotary import inv_freq
-from plots.checkpoints import load_network, real_text
+from plots.checkpoints import load_network, real_text, run_name
 from plots.files import save_figure
 from plots.runs import RunError
 from plots.styles import FAINT, HUES, INK, PAPER
@@ -120,10 +120,8 @@ def draw(
         axes[0].set_ylim(bottom=0)
         axes[0].set_title(f"RoFormer's bound for {width} features", fontsize=9, color=INK)
         axes[0].set_ylabel("mean |S_j|")
-        for (name, ratio), color in zip((learned or {}).items(), HUES * len(learned or {}), strict=False):
-            axes[1].plot(
-                ratio, color=color, linewidth=1.2, label=name.removesuffix(".kernel").removesuffix(".attention")
-            )
+        for number, (ratio, color) in enumerate(zip((learned or {}).values(), HUES * len(learned or {}), strict=False)):
+            axes[1].plot(ratio, color=color, linewidth=1.2, label=f"layer {number + 1}")
         if learned:
             axes[1].axhline(0, color=FAINT, linewidth=0.7)
             axes[1].set_title(f"what rotation leaves of the kernel\n{source}", fontsize=9, color=INK)
@@ -150,7 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.ckpt is not None:
             tokens = real_text(options.text, 4, options.distances + 1)
             learned = learned_decay(load_network(options.ckpt), tokens)
-            source = f"{options.ckpt}, 4 × {options.distances + 1} bytes of {options.text or 'Python’s help texts'}"
+            text = options.text.name if options.text else "Python's help texts"
+            source = f"{run_name(options.ckpt)}, 4 × {options.distances + 1} bytes of {text}"
         pictures = draw(
             options.out,
             width=options.width,

@@ -81,7 +81,7 @@ def test_it_draws(tmp_path, capsys):
     assert all(label in text for label in ("base 100", "base 10000", "for 8 features"))
     learned = learned_decay(network(rotary=Rotary()), torch.randint(0, 256, (1, 5)))
     draw(tmp_path / "both", learned=learned, source="a test")
-    assert "blocks.1" in (tmp_path / "both.svg").read_text()
+    assert "layer 2" in (tmp_path / "both.svg").read_text()
 
 
 @pytest.mark.parametrize(
