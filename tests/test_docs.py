@@ -20,6 +20,7 @@ from tests.test_enwik8_cli import fit as train
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/pages").rglob("*.md"))]
 EXAMPLES = sorted((ROOT / "docs/examples").glob("*.py"))
+LONG = ("onnx_export", "llama")
 
 
 def blocks(language: str, pages=PAGES):
@@ -46,7 +47,10 @@ def test_python_runs(code):
     exec(compile(code, "a page", "exec"), {"__name__": "a_page"})
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(x, id=x.stem, marks=[pytest.mark.slow] if x.stem in LONG else []) for x in EXAMPLES],
+)
 def test_examples_run_and_are_short(example, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(example), run_name="__main__")

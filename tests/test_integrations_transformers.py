@@ -8,6 +8,8 @@ from functools import partial
 import pytest
 import torch
 from einops import rearrange
+from safetensors.torch import load_file
+from torch import nn
 from torch.testing import assert_close
 from transformers import (
     BertConfig,
@@ -24,8 +26,8 @@ from transformers import (
     T5Model,
 )
 
-from linrope import FavorPlus, Hedgehog, KernelAttention, Rotary, linear_attention
-from linrope.integrations.transformers import replace_attention
+from linrope import CosFormer, FavorPlus, Hedgehog, KernelAttention, Rotary, linear_attention
+from linrope.integrations.transformers import replace_attention, state_cache
 
 V, N, PAD = 50, 12, 3
 SMALL = {"vocab_size": V, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48}
@@ -212,10 +214,11 @@ def test_pads_do_not_exist(which, side):
 
 
 @every_decoder
-def test_the_cache_gives_the_parallel_logits(which):
+@pytest.mark.parametrize("make_cache", [lambda: None, state_cache], ids=["theirs", "ours"])
+def test_the_cache_gives_the_parallel_logits(which, make_cache):
     model, given = replaced(which), tokens()
     expected = model(given).logits
-    out = model(given[:, :5], use_cache=True)
+    out = model(given[:, :5], use_cache=True, past_key_values=make_cache())
     parts, cache = [out.logits], out.past_key_values
     for part in (slice(5, 6), slice(6, 9), slice(9, N)):
         out = model(given[:, part], past_key_values=cache, use_cache=True)
@@ -233,6 +236,36 @@ def test_generation_takes_the_likeliest_of_the_parallel_logits(which):
     assert torch.equal(made, expected)
 
 
+@pytest.mark.parametrize("which", ["llama, before", "llama, numerator", "gpt2", "llama, FAVOR+"])
+def test_our_cache_does_not_grow_and_generates_the_same(which):
+    model, given = replaced(which), tokens(n=4)
+    padded = torch.cat((torch.zeros(2, PAD, dtype=torch.long), given), 1)
+    for tokens_given in (given, padded):
+        options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": (tokens_given > 0).long()}
+        cache = state_cache()
+        made = model.generate(tokens_given, past_key_values=cache, **options)
+        assert torch.equal(made, model.generate(tokens_given, **options))
+        assert [layer.state.kv.shape[-1] for layer in cache.layers] == [8, 8]
+        assert cache.get_seq_length() == made.shape[1] - 1
+    beams = {"num_beams": 3, "max_new_tokens": 5, "attention_mask": torch.ones_like(given), "do_sample": False}
+    expected = model.generate(given, use_cache=False, **beams)
+    assert torch.equal(model.generate(given, past_key_values=state_cache(), **beams), expected)
+    with pytest.raises(ValueError, match="cannot be cropped"):
+        cache.crop(1)
+
+
+def test_our_cache_knows_where_padded_rows_go_on():
+    """Padding on the right, then more tokens: their positions are given, and the state needs no others."""
+    model, given = replaced("llama, numerator"), tokens()
+    short = torch.cat((given[:, :5], torch.zeros(2, PAD, dtype=torch.long)), 1)
+    mask = (short > 0).long()
+    cache = model(short, attention_mask=mask, use_cache=True, past_key_values=state_cache()).past_key_values
+    rest = torch.cat((mask, torch.ones(2, N - 5, dtype=torch.long)), 1)
+    positions = torch.arange(5, N).expand(2, -1)
+    out = model(given[:, 5:], attention_mask=rest, past_key_values=cache, position_ids=positions)
+    assert_close(out.logits, model(given).logits[:, 5:], rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("which", ["llama, before", "llama, numerator", "gpt2"])
 def test_generation_of_a_padded_batch_and_with_beams(which):
     model, given = replaced(which), tokens(n=4)
@@ -244,7 +277,7 @@ def test_generation_of_a_padded_batch_and_with_beams(which):
     assert torch.equal(model.generate(given, **options), model.generate(given, use_cache=False, **options))
 
 
-def test_learned_maps_are_trained_and_saved(tmp_path):
+def test_learned_maps_are_trained_and_copied():
     torch.manual_seed(0)
     model = llama()
     replace_attention(model, feature_map=Hedgehog, rotary_placement="numerator")
@@ -294,6 +327,109 @@ def test_models_that_cannot_be_replaced_are_left_as_they_were():
         replace_attention(scaled, rotary_placement="numerator")
     assert set(scaled.state_dict()) == names
     assert scaled.config._attn_implementation != "linrope"
+
+
+@pytest.mark.parametrize("make", [gpt2, llama, roformer])
+def test_replaced_once_and_no_more(make):
+    model = make()
+    replace_attention(model)
+    with pytest.raises(ValueError, match="has been replaced already"):
+        replace_attention(model)
+
+
+def test_other_models_of_the_same_configuration_are_left_alone():
+    torch.manual_seed(0)
+    model = llama().eval()
+    teacher = LlamaForCausalLM(model.config).eval()
+    expected = teacher(tokens()).logits
+    replace_attention(nn.ModuleDict({"student": model}))
+    assert torch.equal(teacher(tokens()).logits, expected)
+    assert model.config._attn_implementation == "linrope"
+
+
+def test_a_saved_model_is_loaded_into_a_replaced_one(tmp_path):
+    torch.manual_seed(0)
+    model = llama()
+    replace_attention(model, feature_map=Hedgehog)
+    model.save_pretrained(tmp_path)
+    other = llama()
+    replace_attention(other, feature_map=Hedgehog)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert not other.load_state_dict(weights, strict=False).unexpected_keys
+    assert torch.equal(other.eval()(tokens()).logits, model.eval()(tokens()).logits)
+
+
+@pytest.mark.parametrize("placement", ["before", "numerator"])
+def test_gradients_are_those_of_the_reference(placement):
+    """The parameters' gradients, with the kernel's backend exchanged for the reference's explicit matrices."""
+    torch.manual_seed(0)
+    model = llama().double()
+    replace_attention(model, rotary_placement=placement)
+    gradients = []
+    for backend in ("auto", "reference"):
+        for module in model.modules():
+            if isinstance(module, KernelAttention):
+                module.backend = backend
+        model.zero_grad()
+        model(tokens(), labels=tokens()).loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_a_map_with_positions_generates_from_a_padded_batch():
+    model, given = llama().double().eval(), tokens(n=4)
+    replace_attention(model, feature_map=lambda d: CosFormer(d, max_positions=64, floor=0.01))
+    padded = torch.cat((torch.zeros(2, PAD, dtype=torch.long), given), 1)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    alone = model.generate(given, attention_mask=torch.ones_like(given), **options)
+    assert torch.equal(model.generate(padded, attention_mask=(padded > 0).long(), **options)[:, PAD:], alone)
+
+
+def test_a_llama_is_set_back_to_softmax_with_its_rotation():
+    torch.manual_seed(0)
+    model = llama().double().eval()
+    softmax = model(tokens()).logits
+    replace_attention(model, rotary_placement="numerator")
+    assert not torch.allclose(model(tokens()).logits, softmax)
+    model.set_attn_implementation("eager")
+    assert_close(model(tokens()).logits, softmax)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_only_distances_count(is_causal):
+    torch.manual_seed(0)
+    model = llama(is_causal=is_causal).double().eval()
+    replace_attention(model, rotary_placement="numerator")
+    for module in model.modules():
+        if hasattr(module, "linrope"):
+            module.is_causal = is_causal
+    positions = torch.arange(N)[None]
+    assert_close(*(model(tokens(), position_ids=positions + ahead).logits for ahead in (100, 0)), rtol=1e-9, atol=1e-9)
+
+
+def test_going_on_behind_padding_is_refused_where_positions_count():
+    given = torch.cat((tokens(), torch.zeros(2, PAD, dtype=torch.long)), 1)
+    mask = (given > 0).long()
+    for placement, refused in (("before", False), ("numerator", True)):
+        model = llama().eval()
+        replace_attention(model, rotary_placement=placement)
+        cache = model(given, attention_mask=mask, use_cache=True).past_key_values
+        call = {"attention_mask": torch.cat((mask, mask[:, :1]), 1), "past_key_values": cache}
+        if refused:
+            with pytest.raises(ValueError, match="pad on the left"):
+                model(given[:, :1], **call)
+        else:
+            model(given[:, :1], **call)
+
+
+def test_cross_attention_is_not_rotated():
+    model = bert(is_decoder=True, add_cross_attention=True)
+    replace_attention(model, rotary=Rotary(), rotary_placement="numerator")
+    rotaries = {name: m.linrope.rotary for name, m in model.named_modules() if hasattr(m, "linrope")}
+    assert {name: rotary is None for name, rotary in rotaries.items()} == {
+        name: "crossattention" in name for name in rotaries
+    }
 
 
 def test_a_roformer_encoder():

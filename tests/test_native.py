@@ -122,6 +122,7 @@ def test_the_kernel_is_for_the_cpu_and_wide_floats():
     assert choose("auto", torch.float32, "meta") == "chunked"
 
 
+@pytest.mark.slow
 def test_a_kernel_is_built_once_by_many_processes_and_then_kept(tmp_path):
     code = TRY.format(names="'native', 'reference'")
     root = str(Path(__file__).parents[1])

@@ -204,6 +204,7 @@ def test_the_table_leaves_out_what_nobody_has():
     assert [str(cell) for cell in grid.columns[3].cells] == ["1.95 µs", "3.91 µs", "3.91 µs"]
 
 
+@pytest.mark.slow
 def test_the_command_measures_and_leaves_files(tmp_path, capsys):
     assert speed.main(["--quick", "--only", "import", "--out", str(tmp_path / "speed"), "--device", "cpu"]) == 0
     printed = capsys.readouterr().out

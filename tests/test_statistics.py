@@ -95,6 +95,7 @@ def test_holm_rejects_what_the_sequential_procedure_rejects():
         assert {i for i, value in enumerate(holm(p)) if value <= 0.05} == rejected
 
 
+@pytest.mark.slow
 def test_without_effects_holm_seldom_finds_one_where_plain_p_values_often_do():
     """10 arms, 5 seeds, no effect, 400 times: some arm below 0.05 in at most 5% of them, by plain p in many."""
     corrected = plain = 0
