@@ -8,9 +8,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from linrope.attention import RMS_EPSILON
 from linrope.attention.inputs import prepare
 from linrope.attention.packing import packed_positions
 from linrope.attention.reference import reference
@@ -18,6 +19,7 @@ from linrope.attention.state import State, empty_state
 from linrope.layers import KernelAttention, SoftmaxAttention
 from linrope.layers.heads import project, share_heads
 from linrope.layers.softmax import softmax_weights
+from linrope.rotary import rotated_width
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
@@ -34,12 +36,12 @@ class Diagnostics:
         negative_share: Share of the attended pairs whose weight is below 0.
         growth: Largest Σ_s |W_ts| of any query: by how much the values may be magnified. 1 for averages.
         smallest_normalizer: Smallest Σ_s φ(q_t)·φ(k_s) / Σ_s ‖φ(q_t)‖‖φ(k_s)‖ of any query, at most 1: the nearer to 0, the
-            more the division magnifies what rotation leaves, and its rounding. NaN for softmax.
+            more the division magnifies what rotation leaves, and its rounding. NaN where nothing is divided by it.
         entropy: -Σ_s p_ts ln p_ts in nats, of p = |W| normalized; ln n where all of n keys count alike.
         effective_rank: exp of the entropy of W's normalized singular values: between 1 and n.
-        distance: Σ_s p_ts |t - s| in tokens.
+        distance: Σ_s p_ts |t - s| in tokens, t and s the positions.
         softmax_error: ‖W - A‖ / ‖A‖, Frobenius norms, of A = softmax(q·k/√d) of the same queries and keys, rotated where
-            the layer rotates; 0 for softmax itself.
+            the layer rotates and a pair of them turns; 0 for softmax itself, NaN where W is not normalized by features.
 
     Source: Roy and Vetterli 2007 for the effective rank.
     """
@@ -66,100 +68,105 @@ class Weights:
     Attributes:
         weights: W, of key s for query t.
         attended: True where query t may attend to key s.
-        softmax: Those of softmax, of the same queries and keys.
-        normalizer: Σ_s φ(q_t)·φ(k_s) / Σ_s ‖φ(q_t)‖‖φ(k_s)‖; None for softmax.
+        apart: |t - s| in tokens.
+        softmax: The weights of softmax, of the same queries and keys; None where W is not normalized by features.
+        normalizer: Σ_s φ(q_t)·φ(k_s) / Σ_s ‖φ(q_t)‖‖φ(k_s)‖; None where nothing is divided by it.
         unrotated: W without the rotation in the numerator, divided by the same; None where there is no such rotation.
     """
 
     weights: Float[Tensor, "b h n s"]
-    attended: Tensor
-    softmax: Float[Tensor, "b h n s"]
+    attended: Bool[Tensor, "b 1 n s"]
+    apart: Float[Tensor, "#b 1 n s"]
+    softmax: Float[Tensor, "b h n s"] | None
     normalizer: Float[Tensor, "b h n"] | None
     unrotated: Float[Tensor, "b h n s"] | None = None
 
     def measure(self) -> Diagnostics:
-        """Reduce to numbers."""
+        """Reduce to numbers.
+
+        Raises:
+            ValueError: No query has a key to attend to.
+        """
         w, (b, h, n, s) = self.weights, self.weights.shape
         valid = self.attended.any(-1)  # queries with something to attend to, b 1 n
-        size = w.abs()
-        p = size / size.sum(-1, keepdim=True).clamp_min(torch.finfo(w.dtype).tiny)
-        apart = (torch.arange(s, device=w.device) - torch.arange(n, device=w.device)[:, None]).abs().to(w.dtype)
+        if not valid.any():
+            raise ValueError(f"no query has a key to attend to: {n} queries, {s} keys, of which none takes part")
+        size, least = w.abs(), torch.finfo(w.dtype).tiny
+        p = size / size.sum(-1, keepdim=True).clamp_min(least)
+        pairs = self.attended.expand(b, h, n, s)
+        finite = w.isfinite().all(-1).all(-1)
+        values = torch.linalg.svdvals(w.nan_to_num())
+        spectrum = values / values.sum(-1, keepdim=True).clamp_min(least)
+        rank = (-torch.xlogy(spectrum, spectrum).sum(-1)).exp().masked_fill(~finite, torch.nan)
+        nan = w.new_full((h,), torch.nan)
 
         def mean(of_queries: Tensor) -> Tensor:
-            return (of_queries * valid).sum((0, 2)) / valid.sum().clamp_min(1)
+            return (of_queries * valid).sum((0, 2)) / valid.sum()
 
-        of_heads = w.sum(-1).transpose(0, 1)[:, valid[:, 0]]  # h, queries
-        values = torch.linalg.svdvals(w)
-        spectrum = values / values.sum(-1, keepdim=True).clamp_min(torch.finfo(w.dtype).tiny)
-        pairs = self.attended.expand(b, h, n, s)
-        nan = w.new_full((h,), torch.nan)
-        relative = self.normalizer
         return Diagnostics(
-            row_sums=torch.quantile(of_heads, w.new_tensor(QUANTILES), dim=-1).mT if valid.any() else nan[:, None],
-            negative_share=((w < 0) & pairs).sum((0, 2, 3)) / pairs.sum((0, 2, 3)).clamp_min(1),
+            row_sums=torch.quantile(w.sum(-1).transpose(0, 1)[:, valid[:, 0]], w.new_tensor(QUANTILES), dim=-1).mT,
+            negative_share=((w < 0) & pairs).sum((0, 2, 3)) / pairs.sum((0, 2, 3)),
             growth=size.sum(-1).amax((0, 2)),
             smallest_normalizer=nan
-            if relative is None
-            else relative.masked_fill(~valid.expand_as(relative), torch.inf).amin((0, 2)),
+            if self.normalizer is None
+            else self.normalizer.masked_fill(~valid, torch.inf).amin((0, 2)),
             entropy=mean(-torch.xlogy(p, p).sum(-1)),
-            effective_rank=(-torch.xlogy(spectrum, spectrum).sum(-1)).exp().mean(0),
-            distance=mean((p * apart).sum(-1)),
-            softmax_error=(w - self.softmax).norm(dim=(-2, -1)).pow(2).sum(0).sqrt()
-            / self.softmax.norm(dim=(-2, -1)).pow(2).sum(0).sqrt(),
+            effective_rank=rank.mean(0),
+            distance=mean((p * self.apart).sum(-1)),
+            softmax_error=nan
+            if self.softmax is None
+            else ((w - self.softmax).norm(dim=(-2, -1)) / self.softmax.norm(dim=(-2, -1))).mean(0),
         )
 
 
 def diagnose(model: nn.Module, *inputs: Any, max_tokens: int = 256, **options: Any) -> dict[str, Diagnostics]:
     """Run ``model`` once, and say what each of its attention layers did.
 
-    It runs in evaluation mode and without gradients, and is left as it was. Every :class:`linrope.KernelAttention`, also
+    It runs in evaluation mode and without gradients, and is left as it was. Queries of padding count as others do. Every :class:`linrope.KernelAttention`, also
     inside other layers and other people's models, and every :class:`linrope.SoftmaxAttention` is looked at.
 
     Args:
         model: A layer or what holds some.
         inputs: Of one call of it.
-        max_tokens: Causal layers are looked at for as many first tokens: 8 h n² bytes a sequence for each of some
-            ten matrices, and singular values in O(h n³).
+        max_tokens: Causal layers are looked at for as many first tokens, and others must have no more: 8 h n² bytes a
+            sequence for each of some ten matrices, and singular values in O(h n³).
         options: Of the call, by name.
 
     Returns:
         By the names of the modules; for a module that was called more than once, of the last call.
 
     Raises:
-        ValueError: ``max_tokens`` below 1, or the model called none of these layers.
+        ValueError: ``max_tokens`` below 1 or too few, no query with a key to attend to, or the model called none of
+            these layers.
     """
-    return {
-        name: weights.measure() for name, weights in attention_weights(model, *inputs, max_tokens=max_tokens, **options)
-    }
+    found = attention_weights(model, *inputs, max_tokens=max_tokens, **options)
+    return {name: weights.measure() for name, weights in found.items()}
 
 
-def attention_weights(
-    model: nn.Module, *inputs: Any, max_tokens: int = 256, **options: Any
-) -> Iterator[tuple[str, Weights]]:
-    """Names and explicit weights of the layers that one call of ``model`` goes through; arguments as in :func:`diagnose`."""
+def attention_weights(model: nn.Module, *inputs: Any, max_tokens: int = 256, **options: Any) -> dict[str, Weights]:
+    """Explicit weights of the layers that one call of ``model`` goes through, by name; arguments as in :func:`diagnose`."""
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
-    calls: dict[str, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = {}
+    found: dict[str, Weights] = {}
     hooks = []
     for name, module in model.named_modules():
         if isinstance(module, (KernelAttention, SoftmaxAttention)):
 
-            def keep(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-                calls[name] = (module, args, kwargs)
+            def look(module: Any, args: Any, kwargs: Any, name: str = name) -> None:
+                # Here, where parameters that are sharded elsewhere are whole.
+                of: Any = _kernel_weights if isinstance(module, KernelAttention) else _softmax_weights
+                found[name] = of(module, max_tokens, *args, **kwargs)
 
-            hooks.append(module.register_forward_pre_hook(keep, with_kwargs=True))
+            hooks.append(module.register_forward_pre_hook(look, with_kwargs=True))
     try:
-        with torch.no_grad(), _evaluating(model):
+        with torch.no_grad(), torch.random.fork_rng(), _evaluating(model):
             model(*inputs, **options)
     finally:
         for hook in hooks:
             hook.remove()
-    if not calls:
+    if not found:
         raise ValueError(f"{type(model).__name__} called no attention layer of linrope")
-    for name, (module, args, kwargs) in calls.items():
-        with torch.no_grad(), _evaluating(module):
-            of = _kernel_weights if isinstance(module, KernelAttention) else _softmax_weights
-            yield name, of(module, max_tokens, *args, **kwargs)  # type: ignore[arg-type]
+    return found
 
 
 @contextmanager
@@ -197,6 +204,7 @@ def _kernel_weights(
         query_positions, key_positions, key_mask = (
             None if x is None else x[..., :max_tokens] for x in (query_positions, key_positions, key_mask)
         )
+    _check_length(max_tokens, query, key)
     query, key, value = (
         x.double() for x in (query, share_heads(key, query.shape[1]), share_heads(value, query.shape[1]))
     )
@@ -222,18 +230,21 @@ def _kernel_weights(
     if layer.normalizer == "features":
         divisor = normalizer
     elif layer.normalizer == "rms":
-        divisor = (numerator @ value).square().mean(-1).sqrt()
+        present = value if key_mask is None else value.masked_fill(~key_mask[:, None, :, None], 0.0)
+        epsilon = RMS_EPSILON if log_scale is None else 0.0
+        divisor = ((numerator @ present).square().mean(-1) + epsilon).sqrt()
     else:
         divisor = torch.ones_like(normalizer)
     turned = (query, key)
-    if layer.rotary is not None:
+    if layer.rotary is not None and rotated_width(query.shape[-1], layer.rotary.fraction) > 1:
         rotary = layer.rotary.for_width(query.shape[-1])
         turned = rotary(query, query_positions), rotary(key, key_positions)
     return Weights(
         weights=_ratio(numerator, divisor[..., None]),
         attended=attended,
-        softmax=softmax_weights(*turned, attended),
-        normalizer=_ratio(normalizer, sizes.sum(-1)),
+        apart=_apart(query, key, query_positions, key_positions),
+        softmax=softmax_weights(*turned, attended) if layer.normalizer == "features" else None,
+        normalizer=_ratio(normalizer, sizes.sum(-1)) if layer.normalizer == "features" else None,
         unrotated=_ratio(kernel, divisor[..., None])
         if layer.rotary is not None and layer.rotary_placement == "numerator"
         else None,
@@ -258,10 +269,13 @@ def _softmax_weights(
         query, key = layer.rotary(query, positions), layer.rotary(key, context_positions)
     if layer.causal:
         query, key = query[:, :, :max_tokens], key[:, :, :max_tokens]
-        key_mask = None if key_mask is None else key_mask[:, :max_tokens]
+        key_mask, positions, context_positions = (
+            None if x is None else x[..., :max_tokens] for x in (key_mask, positions, context_positions)
+        )
+    _check_length(max_tokens, query, key)
     attended = _attended(query, key, key_mask, layer.causal, None)
     weights = softmax_weights(query, key, attended)
-    return Weights(weights, attended, weights, None)
+    return Weights(weights, attended, _apart(query, key, positions, context_positions), weights, None)
 
 
 def _attended(query: Tensor, key: Tensor, key_mask: Tensor | None, causal: bool, offsets: Tensor | None) -> Tensor:
@@ -276,6 +290,26 @@ def _attended(query: Tensor, key: Tensor, key_mask: Tensor | None, causal: bool,
         number = torch.bucketize(torch.arange(max(n, s), device=query.device), offsets[1:].to(query.device), right=True)
         allowed = allowed & (number[:n, None] == number[:s])
     return allowed
+
+
+def _apart(query: Tensor, key: Tensor, query_positions: Tensor | None, key_positions: Tensor | None) -> Tensor:
+    """Distance of each query from each key in tokens, by their positions; b 1 n s, or 1 1 n s."""
+    at, of = (
+        (torch.arange(x.shape[2], device=x.device) if positions is None else positions).to(query.dtype)
+        for x, positions in ((query, query_positions), (key, key_positions))
+    )
+    distance = (at[..., :, None] - of[..., None, :]).abs()
+    return distance[:, None] if distance.ndim == 3 else distance[None, None]
+
+
+def _check_length(max_tokens: int, query: Tensor, key: Tensor) -> None:
+    if not query.shape[2] or not key.shape[2]:
+        raise ValueError(f"no query has a key to attend to: {query.shape[2]} queries, {key.shape[2]} keys")
+    if max(query.shape[2], key.shape[2]) > max_tokens:
+        raise ValueError(
+            f"attention that is not causal is looked at whole: max_tokens must be at least "
+            f"{max(query.shape[2], key.shape[2])}, got {max_tokens}"
+        )
 
 
 def _ratio(numerator: Tensor, divisor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import matplotlib
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from linrope.diagnostics import QUANTILES, Diagnostics, diagnose
 from plots.checkpoints import load_network, real_text, run_name
@@ -78,10 +79,17 @@ def _panel(axis: Axes, name: str, layers: list[Diagnostics]) -> None:
                 axis.plot(at[head], values[head], "o", color=color, markersize=3.5)
     if name in ("row_sums", "growth"):
         axis.axhline(1, color=FAINT, linewidth=0.7, linestyle=(0, (3, 2)), zorder=0)
-    if name not in ("row_sums", "growth"):
+    if name == "smallest_normalizer" and all((getattr(layer, name) > 0).all() for layer in layers):
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter(NullFormatter())
+        axis.set_ylim(min(0.01, axis.get_ylim()[0]), 1)
+    elif name not in ("row_sums", "growth"):
         axis.set_ylim(0, 1.08 * axis.get_ylim()[1])
     if all(getattr(layer, name).isnan().all() for layer in layers):
-        axis.text(0.5, 0.5, "softmax has none", transform=axis.transAxes, ha="center", color=FAINT, fontsize=8)
+        axis.text(
+            0.5, 0.5, "nothing is divided by it", transform=axis.transAxes, ha="center", color=FAINT, fontsize=8
+        )  # softmax, or another normalizer
     axis.set_title(_TITLES[name], fontsize=8.5, color=INK)
     axis.set_xticks(range(len(layers)), [str(number + 1) for number in range(len(layers))])
     axis.set_xlim(-0.6, len(layers) - 0.4)

@@ -72,7 +72,7 @@ def learned_decay(network: torch.nn.Module, tokens: Tensor) -> dict[str, Float[T
     """
     ratios = {}
     n = tokens.shape[-1]
-    for name, found in attention_weights(network, tokens, max_tokens=n):
+    for name, found in attention_weights(network, tokens, max_tokens=n).items():
         if found.unrotated is not None:
             rotated, unrotated = (
                 torch.stack([x.diagonal(-m, -2, -1).sum() for m in range(n)]) for x in (found.weights, found.unrotated)

@@ -67,7 +67,7 @@ def test_what_is_logged_is_what_the_layers_do():
         diagnosis.on_train_batch_end(trainer, module, None, batch, 0)
     ((step, row),) = logged
     assert step == 3
-    layers = list(diagnose(network, batch[:1, :7]).values())
+    layers = list(diagnose(network, batch[:1, :-1][:, :7]).values())
     for name in ("entropy", "distance", "negative_share", "softmax_error", "effective_rank"):
         expected = torch.stack([getattr(layer, name) for layer in layers]).mean().item()
         assert row[f"diagnostics/{name}"] == pytest.approx(expected)
@@ -79,11 +79,22 @@ def test_what_is_logged_is_what_the_layers_do():
         Diagnosis(every=0)
 
 
+def test_it_asks_for_no_more_positions_than_training_does(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    base = [TINY[0], "--config=configs/positions/learned.yaml", *TINY[1:], "--model.network.seq_len=16"]
+    assert fit(tmp_path / "arm" / "seed-0", *DIAGNOSED, base=base) == 0
+    assert rows(tmp_path / "arm" / "seed-0")[-1]["diagnostics/entropy"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arm",
     [
-        ["--config=configs/feature_maps/favor_plus.yaml", "--config=configs/positions/rotary_before.yaml"],
+        [
+            "--config=configs/feature_maps/favor_plus.yaml",
+            "--config=configs/positions/rotary_before.yaml",
+            "--model.network.attention.feature_map.redraw_interval=1",
+        ],
         ["--config=configs/attention/softmax.yaml"],
     ],
 )

@@ -19,7 +19,7 @@ N = 11
 
 
 def weights_of(model, *inputs, **options) -> Weights:
-    ((_, weights),) = attention_weights(model, *inputs, **options)
+    (weights,) = attention_weights(model, *inputs, **options).values()
     return weights
 
 
@@ -34,8 +34,7 @@ def test_weights_times_values_are_the_output(which, causal):
     query, key, value = randn(2, 4, N, 4), randn(2, 2, N, 4), randn(2, 2, N, 5)
     options = {"key_mask": torch.rand(2, N) > 0.3, "query_positions": torch.arange(3, 3 + N)}
     found = weights_of(layer, query, key, value, **options)
-    tolerance = 1e-9 if layer.normalizer == "features" else 1e-5  # there 1e-6 is added to the mean square
-    close(found.weights @ value.repeat_interleave(2, 1), layer(query, key, value, **options), tolerance)
+    close(found.weights @ value.repeat_interleave(2, 1), layer(query, key, value, **options), 1e-9)
 
 
 def test_without_a_normalizer_and_in_packed_rows():
@@ -92,7 +91,7 @@ def test_two_keys_one_frequency():
         "smallest_normalizer": 1.0,
         "entropy": -p * math.log(p) - (1 - p) * math.log(1 - p),
         "effective_rank": 1.0,
-        "distance": 1 - p,  # by index: the query is number 0, and so is the far key
+        "distance": 3 * p,
     }.items():
         assert getattr(found, name).item() == pytest.approx(expected, abs=1e-12), name
     assert_close(found.row_sums, torch.full((1, len(QUANTILES)), far + near, dtype=torch.float64))
@@ -101,7 +100,9 @@ def test_two_keys_one_frequency():
 def measured(weights, **options):
     weights = weights.double()[None, None]
     attended = torch.ones_like(weights, dtype=torch.bool)
-    return Weights(weights, options.get("attended", attended), options.get("softmax", weights), None).measure()
+    n, s = weights.shape[2:]
+    apart = (torch.arange(n)[:, None] - torch.arange(s)).abs().double()[None, None]
+    return Weights(weights, options.get("attended", attended), apart, options.get("softmax", weights), None).measure()
 
 
 def test_uniform_attention():
@@ -186,8 +187,51 @@ def test_layers_inside_other_peoples_models():
     assert (found.growth >= found.row_sums[:, -1] - 1e-12).all()
 
 
+def test_a_fraction_that_turns_features_but_no_pair_of_queries():
+    layer = KernelAttention(
+        8, 1, feature_map=lambda d: FavorPlus(d, num_features=32), rotary=Rotary(fraction=0.1)
+    ).double()
+    query, key, value = (randn(1, 1, N, 8) for _ in range(3))
+    found = weights_of(layer, query, key, value)
+    scores = (query @ key.mT / 8**0.5).masked_fill(torch.ones(N, N, dtype=torch.bool).triu(1), -torch.inf)
+    close(found.softmax, scores.softmax(-1), 1e-10)
+
+
+def test_where_nothing_is_divided_there_is_no_normalizer():
+    layer = KernelAttention(4, 2, rotary=Rotary(), normalizer="rms").double()
+    found = diagnose(layer, *(randn(1, 2, N, 4) for _ in range(3)))[""]
+    assert found.smallest_normalizer.isnan().all()
+    assert found.softmax_error.isnan().all()
+    assert found.entropy.isfinite().all()
+
+
+def test_a_layer_that_draws_leaves_the_generator_alone():
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = LinearAttention(4, 1)
+
+        def forward(self, x):
+            return self.layer(x + torch.randn_like(x))
+
+    model, x = Noisy(), torch.randn(1, N, 4)
+    before = torch.random.get_rng_state()
+    diagnose(model, x)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_what_is_not_finite_is_measured_as_far_as_it_goes():
+    found = measured(torch.tensor([[1.0, 0.0], [torch.nan, 1.0]]))
+    assert found.effective_rank.isnan().all()
+    assert found.negative_share.item() == 0
+
+
 def test_what_cannot_be_diagnosed():
     with pytest.raises(ValueError, match="Linear called no attention layer"):
         diagnose(nn.Linear(2, 2), torch.ones(1, 2))
+    with pytest.raises(ValueError, match="no query has a key to attend to: 0 queries"):
+        diagnose(LinearAttention(4, 1), torch.ones(1, 0, 4))
+    with pytest.raises(ValueError, match="max_tokens must be at least 5, got 4"):
+        diagnose(LinearAttention(4, 1, causal=False), torch.ones(1, 5, 4), max_tokens=4)
     with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
         diagnose(LinearAttention(4, 1), torch.ones(1, 2, 4), max_tokens=0)
