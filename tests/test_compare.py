@@ -356,6 +356,7 @@ def test_a_config_edited_while_the_comparison_runs_changes_nothing_in_it(bench, 
     assert run() == 2, "it is another comparison now"
 
 
+@pytest.mark.slow
 def test_two_comparisons_of_one_name_take_turns(bench):
     """The second begins while the first runs; it waits, and is then refused, for its runs are others."""
     (bench / "configs/low.yaml").write_text("{effect: -0.2, pause: 2}")

@@ -578,6 +578,7 @@ def test_a_dry_run_of_lightning_is_refused_for_it_keeps_nothing(run_dir, capsys)
     assert "--trainer.max_steps" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_second_process_waits_while_another_one_trains(run_dir):
     call = [sys.executable, "-m", "tasks.enwik8", "fit", *TINY, f"--run_dir={run_dir}"]
     with RunDirectory(run_dir).alone():

@@ -53,6 +53,7 @@ def test_more_features_err_less(kind):
     assert many / few == pytest.approx(0.25, rel=0.35)
 
 
+@pytest.mark.slow
 def test_it_draws_from_the_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(kernel_error, "_SEEDS", 1)
     monkeypatch.setattr(kernel_error, "_PAIRS", 10)

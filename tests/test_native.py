@@ -76,12 +76,14 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
     assert "set LINROPE_CACHE" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_compiler_that_says_strange_things_is_still_a_compiler(tmp_path):
     noisy = script(tmp_path / "noisy", "printf '\\377\\376' >&2; exec cc \"$@\"")
     done = python(TRY.format(names="'native', 'reference'"), CC=noisy, LINROPE_CACHE=str(tmp_path / "a b"))
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_compiler_without_openmp_builds_for_one_thread(tmp_path):
     plain = script(
         tmp_path / "plain", 'case "$*" in *-fopenmp*) echo "error: no OpenMP" >&2; exit 1;; esac; exec cc "$@"'
@@ -90,6 +92,7 @@ def test_a_compiler_without_openmp_builds_for_one_thread(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_what_was_linked_must_be_the_kernel(tmp_path):
     other = script(tmp_path / "other", 'case "$*" in *-shared*) for x in "$@"; do [ "$last" = -o ] && out=$x; last=$x; done; '
                    'echo "int nothing;" | cc -shared -x c - -o "$out"; exit;; esac; exec cc "$@"')  # fmt: skip

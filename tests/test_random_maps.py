@@ -130,6 +130,7 @@ def test_the_damping_is_where_the_variance_is_least(square):
     assert variance_of_plus_plus(q, k, best) < 0.95 * variance_of_plus(q, k)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("orthogonal", [True, False])
 def test_the_damped_map_beats_the_plain_one_where_it_is_tuned(orthogonal):
     q, k = pair(0.8, length=1.1)

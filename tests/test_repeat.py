@@ -76,6 +76,7 @@ def test_an_experiment_comes_out_again(experiment, capsys):
     assert {path: path.read_bytes() for path in experiment.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_one_run_all_its_steps(experiment, capsys):
     assert check(experiment / "one" / "seed-1", steps=100) == 0
     assert "one · seed 1: the same losses to the last digit, 5 steps" in capsys.readouterr().out

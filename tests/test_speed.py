@@ -71,6 +71,7 @@ def fill(megabytes: int):
     return lambda: torch.ones(megabytes * 2**18).sum()
 
 
+@pytest.mark.slow
 def test_peak_memory_is_that_of_the_step_alone():
     small, large = peak_of(fill, 16), peak_of(fill, 80)
     if small is None:
@@ -93,6 +94,7 @@ print(count() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that gives memory back at once")
 def test_memory_that_is_kept_is_not_faulted_in_again():
     def faults(call):

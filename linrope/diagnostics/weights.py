@@ -1,14 +1,12 @@
-"""What attention layers do to real input: their weights, explicitly, and what these say."""
+"""The weights by which a layer's output is a sum of values, explicitly."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from linrope.attention import RMS_EPSILON
@@ -16,131 +14,11 @@ from linrope.attention.inputs import prepare
 from linrope.attention.packing import packed_positions
 from linrope.attention.reference import reference
 from linrope.attention.state import State, empty_state
+from linrope.diagnostics.measures import Weights
 from linrope.layers import KernelAttention, SoftmaxAttention
 from linrope.layers.heads import project, share_heads
 from linrope.layers.softmax import softmax_weights
 from linrope.rotary import rotated_width
-
-QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
-
-
-@dataclass(frozen=True)
-class Diagnostics:
-    """What one layer does, for each of its h heads: float64, averaged over sequences and queries unless said otherwise.
-
-    The output of query t is Σ_s W_ts v_s. The weights W of linear attention rotated in the numerator may be negative and
-    need not sum to 1; |W| normalized to sum 1 takes the place of probabilities where those are needed.
-
-    Attributes:
-        row_sums: Quantiles of Σ_s W_ts over all queries, at :data:`QUANTILES`; 1 without a rotation in the numerator.
-        negative_share: Share of the attended pairs whose weight is below 0.
-        growth: Largest Σ_s |W_ts| of any query: by how much the values may be magnified. 1 for averages.
-        smallest_normalizer: Smallest Σ_s φ(q_t)·φ(k_s) / Σ_s ‖φ(q_t)‖‖φ(k_s)‖ of any query, at most 1: the nearer to 0, the
-            more the division magnifies what rotation leaves, and its rounding. NaN where nothing is divided by it.
-        entropy: -Σ_s p_ts ln p_ts in nats, of p = |W| normalized; ln n where all of n keys count alike.
-        effective_rank: exp of the entropy of W's normalized singular values: between 1 and n.
-        distance: Σ_s p_ts |t - s| in tokens, t and s the positions.
-        softmax_error: ‖W - A‖ / ‖A‖, Frobenius norms, of A = softmax(q·k/√d) of the same queries and keys, rotated where
-            the layer rotates and a pair of them turns; 0 for softmax itself, NaN where W is not normalized by features.
-
-    Source: Roy and Vetterli 2007 for the effective rank.
-    """
-
-    row_sums: Float[Tensor, "h quantiles"]
-    negative_share: Float[Tensor, " h"]
-    growth: Float[Tensor, " h"]
-    smallest_normalizer: Float[Tensor, " h"]
-    entropy: Float[Tensor, " h"]
-    effective_rank: Float[Tensor, " h"]
-    distance: Float[Tensor, " h"]
-    softmax_error: Float[Tensor, " h"]
-
-    def means(self) -> dict[str, float]:
-        """One number for each measure, over heads; for row sums the mean distance of their quantiles from 1."""
-        numbers = {field.name: getattr(self, field.name).mean().item() for field in fields(self)}
-        return numbers | {"row_sums": (self.row_sums - 1).abs().mean().item()}
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The explicit weights of one call of a layer, in float64.
-
-    Attributes:
-        weights: W, of key s for query t.
-        attended: True where query t may attend to key s.
-        apart: |t - s| in tokens.
-        softmax: The weights of softmax, of the same queries and keys; None where W is not normalized by features.
-        normalizer: Σ_s φ(q_t)·φ(k_s) / Σ_s ‖φ(q_t)‖‖φ(k_s)‖; None where nothing is divided by it.
-        unrotated: W without the rotation in the numerator, divided by the same; None where there is no such rotation.
-    """
-
-    weights: Float[Tensor, "b h n s"]
-    attended: Bool[Tensor, "b 1 n s"]
-    apart: Float[Tensor, "#b 1 n s"]
-    softmax: Float[Tensor, "b h n s"] | None
-    normalizer: Float[Tensor, "b h n"] | None
-    unrotated: Float[Tensor, "b h n s"] | None = None
-
-    def measure(self) -> Diagnostics:
-        """Reduce to numbers.
-
-        Raises:
-            ValueError: No query has a key to attend to.
-        """
-        w, (b, h, n, s) = self.weights, self.weights.shape
-        valid = self.attended.any(-1)  # queries with something to attend to, b 1 n
-        if not valid.any():
-            raise ValueError(f"no query has a key to attend to: {n} queries, {s} keys, of which none takes part")
-        size, least = w.abs(), torch.finfo(w.dtype).tiny
-        p = size / size.sum(-1, keepdim=True).clamp_min(least)
-        pairs = self.attended.expand(b, h, n, s)
-        finite = w.isfinite().all(-1).all(-1)
-        values = torch.linalg.svdvals(w.nan_to_num())
-        spectrum = values / values.sum(-1, keepdim=True).clamp_min(least)
-        rank = (-torch.xlogy(spectrum, spectrum).sum(-1)).exp().masked_fill(~finite, torch.nan)
-        nan = w.new_full((h,), torch.nan)
-
-        def mean(of_queries: Tensor) -> Tensor:
-            return (of_queries * valid).sum((0, 2)) / valid.sum()
-
-        return Diagnostics(
-            row_sums=torch.quantile(w.sum(-1).transpose(0, 1)[:, valid[:, 0]], w.new_tensor(QUANTILES), dim=-1).mT,
-            negative_share=((w < 0) & pairs).sum((0, 2, 3)) / pairs.sum((0, 2, 3)),
-            growth=size.sum(-1).amax((0, 2)),
-            smallest_normalizer=nan
-            if self.normalizer is None
-            else self.normalizer.masked_fill(~valid, torch.inf).amin((0, 2)),
-            entropy=mean(-torch.xlogy(p, p).sum(-1)),
-            effective_rank=rank.mean(0),
-            distance=mean((p * self.apart).sum(-1)),
-            softmax_error=nan
-            if self.softmax is None
-            else ((w - self.softmax).norm(dim=(-2, -1)) / self.softmax.norm(dim=(-2, -1))).mean(0),
-        )
-
-
-def diagnose(model: nn.Module, *inputs: Any, max_tokens: int = 256, **options: Any) -> dict[str, Diagnostics]:
-    """Run ``model`` once, and say what each of its attention layers did.
-
-    It runs in evaluation mode and without gradients, and is left as it was. Queries of padding count as others do. Every :class:`linrope.KernelAttention`, also
-    inside other layers and other people's models, and every :class:`linrope.SoftmaxAttention` is looked at.
-
-    Args:
-        model: A layer or what holds some.
-        inputs: Of one call of it.
-        max_tokens: Causal layers are looked at for as many first tokens, and others must have no more: 8 h n² bytes a
-            sequence for each of some ten matrices, and singular values in O(h n³).
-        options: Of the call, by name.
-
-    Returns:
-        By the names of the modules; for a module that was called more than once, of the last call.
-
-    Raises:
-        ValueError: ``max_tokens`` below 1 or too few, no query with a key to attend to, or the model called none of
-            these layers.
-    """
-    found = attention_weights(model, *inputs, max_tokens=max_tokens, **options)
-    return {name: weights.measure() for name, weights in found.items()}
 
 
 def attention_weights(model: nn.Module, *inputs: Any, max_tokens: int = 256, **options: Any) -> dict[str, Weights]:
