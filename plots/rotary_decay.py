@@ -18,11 +18,11 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from linrope.diagnostics import attention_weights
-from linrope.rotary import inv_freq
+from linrope.rotary import inv_freq, rotated_width
 from plots.checkpoints import load_network, real_text, run_name
 from plots.files import save_figure
 from plots.runs import RunError
-from plots.styles import FAINT, HUES, INK, PAPER
+from plots.styles import DASHES, FAINT, HUES, INK, PAPER
 
 
 def decay_bound(distances: Int[Tensor, " n"], width: int = 128, base: float = 10_000.0) -> Float[Tensor, " n"]:
@@ -68,18 +68,20 @@ def learned_decay(network: torch.nn.Module, tokens: Tensor) -> dict[str, Float[T
         By the layers' names, for m = 0, …, n - 1.
 
     Raises:
-        ValueError: No layer rotates in the numerator.
+        ValueError: No layer rotates in the numerator and divides by the sum of its features.
     """
     ratios = {}
     n = tokens.shape[-1]
     for name, found in attention_weights(network, tokens, max_tokens=n).items():
-        if found.unrotated is not None:
+        if found.unrotated is not None and found.normalizer is not None:
             rotated, unrotated = (
                 torch.stack([x.diagonal(-m, -2, -1).sum() for m in range(n)]) for x in (found.weights, found.unrotated)
             )
             ratios[name] = rotated / unrotated
     if not ratios:
-        raise ValueError("no layer of this network rotates in the numerator: there is no decay to draw")
+        raise ValueError(
+            "no layer of this network rotates in the numerator, over a sum of its features: there is no decay to draw"
+        )
     return ratios
 
 
@@ -98,7 +100,7 @@ def draw(
         stem: Where to, without the suffix: ``<stem>.png`` and ``<stem>.svg`` are made.
         width: As in :func:`decay_bound`.
         bases: As in :func:`decay_bound`; a line each.
-        distances: The largest distance, in tokens.
+        distances: How many, from 0 on, in tokens.
         learned: What :func:`learned_decay` gave.
         source: Where that is from.
 
@@ -110,18 +112,19 @@ def draw(
     """
     if distances < 1:
         raise ValueError(f"distances must be at least 1, got {distances}")
-    m = torch.arange(distances + 1)
+    m = torch.arange(distances)
     curves = {base: decay_bound(m, width, base) for base in bases}
     with matplotlib.rc_context(PAPER):
         figure = Figure(figsize=(6.4, 5.6 if learned else 3.2), layout="constrained")
         axes: Any = figure.subplots(2 if learned else 1, 1, squeeze=False)[:, 0]
         for (base, bound), color in zip(curves.items(), HUES * len(curves), strict=False):
-            axes[0].plot(m, bound, color=color, linewidth=1.2, label=f"base {base:g}")
+            axes[0].plot(m, bound, color=color, linewidth=1.2, label=f"base {base:,g}")
         axes[0].set_ylim(bottom=0)
         axes[0].set_title(f"RoFormer's bound for {width} features", fontsize=9, color=INK)
-        axes[0].set_ylabel("mean |S_j|")
-        for number, (ratio, color) in enumerate(zip((learned or {}).values(), HUES * len(learned or {}), strict=False)):
-            axes[1].plot(ratio, color=color, linewidth=1.2, label=f"layer {number + 1}")
+        axes[0].set_ylabel("mean $|S_j|$")
+        for number, (name, ratio) in enumerate((learned or {}).items()):
+            look = {"color": HUES[number % len(HUES)], "linestyle": DASHES[number // len(HUES) % len(DASHES)]}
+            axes[1].plot(ratio, linewidth=1.2, label=name.removesuffix(".kernel").removesuffix(".attention"), **look)
         if learned:
             axes[1].axhline(0, color=FAINT, linewidth=0.7)
             axes[1].set_title(f"what rotation leaves of the kernel\n{source}", fontsize=9, color=INK)
@@ -136,24 +139,27 @@ def draw(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw from the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m plots.rotary_decay", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--width", type=int, default=128, help="features that turn (default: 128)")
-    parser.add_argument("--base", type=float, nargs="+", default=[10_000.0], help="one or several (default: 10000)")
-    parser.add_argument("--distances", type=int, default=256, help="largest distance, in tokens (default: 256)")
+    parser.add_argument("--width", type=int, help="features that turn (default: those of --ckpt's layers, else 128)")
+    parser.add_argument("--base", type=float, nargs="+", help="one or several (default: that of --ckpt's, else 10000)")
+    parser.add_argument("--distances", type=int, default=256, help="how many, from 0 on, in tokens (default: 256)")
     parser.add_argument("--ckpt", type=Path, help="checkpoint of a run whose layers rotate in the numerator")
     parser.add_argument("--text", type=Path, help="file whose bytes it reads (default: Python's help texts)")
     parser.add_argument("--out", metavar="STEM", default="rotary_decay", help="path without suffix")
     options: Any = parser.parse_args(arguments)
     try:
-        learned, source = None, ""
+        learned, source, width, bases = None, "", 128, [10_000.0]
         if options.ckpt is not None:
-            tokens = real_text(options.text, 4, options.distances + 1)
-            learned = learned_decay(load_network(options.ckpt), tokens)
+            tokens, network = real_text(options.text, 4, options.distances), load_network(options.ckpt)
+            learned = learned_decay(network, tokens)
+            layer: Any = network.get_submodule(next(iter(learned)))
+            width = rotated_width(layer.feature_map.num_features, layer.rotary.fraction)
+            bases = [layer.rotary.base]
             text = options.text.name if options.text else "Python's help texts"
-            source = f"{run_name(options.ckpt)}, 4 × {options.distances + 1} bytes of {text}"
+            source = f"{run_name(options.ckpt)}, 4 × {options.distances} bytes of {text}"
         pictures = draw(
             options.out,
-            width=options.width,
-            bases=options.base,
+            width=width if options.width is None else options.width,
+            bases=options.base or bases,
             distances=options.distances,
             learned=learned,
             source=source,

@@ -140,8 +140,10 @@ def test_the_picture_and_the_table(runs, tmp_path, capsys):
 
 def test_the_decay_of_a_checkpoint_is_drawn(runs, tmp_path):
     checkpoint = runs / "plain" / "seed-0/checkpoints/last.ckpt"
-    assert rotary_decay.main(["--ckpt", str(checkpoint), "--distances", "15", "--out", str(tmp_path / "decay")]) == 0
-    assert "rotated / unrotated" in (tmp_path / "decay.svg").read_text()
+    assert rotary_decay.main(["--ckpt", str(checkpoint), "--distances", "16", "--out", str(tmp_path / "decay")]) == 0
+    text = (tmp_path / "decay.svg").read_text()
+    assert "rotated / unrotated" in text
+    assert "bound for 8 features" in text  # the layer's own: d 16, 2 heads
 
 
 def test_windows_are_spread_over_a_text(tmp_path):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.compare.plan import read_plan
+from tasks.compare.plan import PlanError, read_plan
 from tests.test_enwik8_cli import ROOT, TINY
 from tests.test_enwik8_cli import fit as train
 
@@ -65,49 +67,83 @@ def test_every_example_is_shown():
     assert shown == {path.name for path in EXAMPLES}
 
 
-@pytest.mark.parametrize("words", commands())
-def test_modules_and_flags_exist(words, monkeypatch, capsys):
-    """Flags are known to the module's help; settings of a training are parsed, classes and all."""
+class Parsed(Exception):
+    """A command's arguments were understood; what it would do now is left out."""
+
+
+def parsed_as_training(arguments):
+    """Settings of a training are parsed, classes and all."""
+    with pytest.raises(SystemExit) as exit:
+        importlib.import_module("tasks.enwik8.__main__").main([*arguments, "--print_config"])
+    assert not exit.value.code
+
+
+def understand(words, monkeypatch):
+    """Parse the arguments as the command does, and stop there."""
     monkeypatch.chdir(ROOT)
     module, *arguments = words
     if module in ("pytest", "build"):
         return
     if module == "tasks.enwik8":
         arguments = [re.sub(r"^runs/.*/config\.yaml$", TINY[0].split("=")[1], word) for word in arguments]
-        if "mymaps.Softplus" in " ".join(arguments):
-            arguments = [word.replace("mymaps.", "linrope.") for word in arguments]
-        with pytest.raises(SystemExit) as exit:
-            importlib.import_module("tasks.enwik8.__main__").main([*arguments, "--print_config"])
-        assert not exit.value.code, capsys.readouterr().err
+        parsed_as_training([word.replace("mymaps.", "linrope.") for word in arguments])  # the reader's own file
         return
     name = f"{module}.__main__" if (ROOT / module.replace(".", "/")).is_dir() else module
-    with pytest.raises(SystemExit):
-        importlib.import_module(name).main(["--help"])
-    known = set(re.findall(r"--[\w.]+", capsys.readouterr().out))
-    of_training = re.compile(r"--(data|trainer|model|config)\b")  # handed on
-    unknown = [
-        word for word in arguments if word.startswith("--") and not of_training.match(word) and word not in known
-    ]
-    assert not unknown
+    main = importlib.import_module(name).main
+    if module == "tasks.compare":
+        handed_on = []
+        for flag in ("--data.", "--trainer.", "--model."):
+            while at := next((i for i, word in enumerate(arguments) if word.startswith(flag)), None):
+                handed_on += arguments[at : at + 2]
+                del arguments[at : at + 2]
+        if handed_on:
+            parsed_as_training(["fit", TINY[0], *handed_on])
+        if arguments[0].endswith(".yaml"):
+            assert read_plan(arguments[0]).arms
+    parse = argparse.ArgumentParser.parse_known_args
+
+    def stop(self, *given, **options):
+        _, unknown = parse(self, *given, **options)
+        assert not unknown
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", stop)
+    with pytest.raises(Parsed):
+        main(arguments)
+
+
+@pytest.mark.parametrize("words", commands())
+def test_commands_are_understood(words, monkeypatch, capsys):
+    understand(words, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "tasks.compare configs/compare/nowhere.yaml",
+        "tasks.compare configs/compare/rope.yaml --data.korpus enwik8",
+        "plots.rotary_decay --width abc",
+        "plots.rotary_decay stray",
+        "tasks.generate --prompt x",
+        "tasks.enwik8 fit --config configs/enwik8/nowhere.yaml",
+    ],
+)
+def test_commands_with_mistakes_are_not(line, monkeypatch, capsys):
+    with pytest.raises((PlanError, AssertionError, SystemExit)):
+        understand(line.split(), monkeypatch)
 
 
 @pytest.mark.parametrize("code", blocks("yaml"))
-def test_yaml_is_a_config(code, tmp_path, monkeypatch, capsys):
+def test_yaml_is_a_plan_or_an_overlay_that_trains(code, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    if "arms" in yaml.safe_load(code):
-        path = ROOT / "configs/compare" / ".of_a_page.yaml"  # its bases are beside it
-        try:
-            path.write_text(code)
-            assert len(read_plan(path).arms) == 2
-        finally:
-            path.unlink()
-        return
-    path = tmp_path / "overlay.yaml"
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    path = tmp_path / "configs/compare/of_a_page.yaml"
     path.write_text(code)
-    with pytest.raises(SystemExit) as exit:
-        importlib.import_module("tasks.enwik8.__main__").main(["fit", TINY[0], f"--config={path}", "--print_config"])
-    assert not exit.value.code
-    assert "num_features: 64" in capsys.readouterr().out
+    content = yaml.safe_load(code)
+    if "arms" in content:
+        assert len(read_plan(path).arms) == len(content["arms"])
+        return
+    assert train(tmp_path / "arm" / "seed-0", base=[TINY[0], f"--config={path}", *TINY[1:]]) == 0
 
 
 @pytest.mark.slow

@@ -66,9 +66,16 @@ def test_the_learned_decay_is_that_of_pairs():
         assert found["blocks.0.attention.kernel"][m].item() == pytest.approx(rotated / unrotated)
 
 
-@pytest.mark.parametrize("options", [{}, {"rotary": Rotary(), "rotary_placement": "before"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"rotary": Rotary(), "rotary_placement": "before"},
+        {"rotary": Rotary(), "normalizer": "rms"},
+    ],
+)
 def test_layers_without_a_rotation_in_the_numerator_are_refused(options):
-    with pytest.raises(ValueError, match="no layer of this network rotates in the numerator"):
+    with pytest.raises(ValueError, match="no layer of this network rotates in the numerator, over a sum"):
         learned_decay(network(**options), torch.randint(0, 256, (1, 5)))
 
 
@@ -78,10 +85,10 @@ def test_it_draws(tmp_path, capsys):
     assert png.endswith("decay.png")
     text = (tmp_path / "deep" / "decay.svg").read_text()
     assert svg.endswith("decay.svg")
-    assert all(label in text for label in ("base 100", "base 10000", "for 8 features"))
+    assert all(label in text for label in ("base 100", "base 10,000", "for 8 features"))
     learned = learned_decay(network(rotary=Rotary()), torch.randint(0, 256, (1, 5)))
     draw(tmp_path / "both", learned=learned, source="a test")
-    assert "layer 2" in (tmp_path / "both.svg").read_text()
+    assert "blocks.1" in (tmp_path / "both.svg").read_text()
 
 
 @pytest.mark.parametrize(
