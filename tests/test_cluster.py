@@ -92,7 +92,7 @@ def test_an_interrupt_stops_the_runs(bench):
     finally:
         signal.signal(signal.SIGINT, before[0])
         signal.signal(signal.SIGTERM, before[1])
-    assert wait_until(lambda: not any(alive(int(file.read_text())) for file in sleeping), timeout=120)
+    assert wait_until(lambda: not any(alive(int(file.read_text())) for file in sleeping), seconds=120)
 
 
 def test_sigterm_ends_a_comparison_that_started_a_cluster_itself(bench):
