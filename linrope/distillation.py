@@ -10,6 +10,7 @@ from torch import Tensor
 
 from linrope.layers import LinearAttention, SoftmaxAttention
 from linrope.layers.heads import split_heads
+from linrope.layers.softmax import softmax_weights
 
 
 def kernel_cross_entropy(
@@ -83,7 +84,7 @@ def fit_to_softmax(
         positions = torch.arange(x.shape[1], device=x.device)
         with torch.no_grad():
             query, key = (split_heads(project(x), teacher.num_heads) for project in (teacher.query, teacher.key))
-            target = _softmax_weights(teacher, query, key, positions)
+            target = _target(teacher, query, key, positions)
         query, key, log_scale = student.kernel.map_heads(query, key, positions, positions, scaled=True)
         loss = kernel_cross_entropy(query, key, target, key_log_scale=log_scale)
         optimizer.zero_grad()
@@ -93,10 +94,8 @@ def fit_to_softmax(
     return losses
 
 
-def _softmax_weights(layer: SoftmaxAttention, query: Tensor, key: Tensor, positions: Tensor) -> Tensor:
+def _target(layer: SoftmaxAttention, query: Tensor, key: Tensor, positions: Tensor) -> Tensor:
     if layer.rotary is not None:
         query, key = layer.rotary(query, positions), layer.rotary(key, positions)
-    scores = query @ key.mT / query.shape[-1] ** 0.5
-    if layer.causal:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-    return scores.softmax(-1)
+    attended = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+    return softmax_weights(query, key, attended.tril() if layer.causal else attended)

@@ -87,9 +87,7 @@ def _panel(axis: Axes, name: str, layers: list[Diagnostics]) -> None:
     elif name not in ("row_sums", "growth"):
         axis.set_ylim(0, 1.08 * axis.get_ylim()[1])
     if all(getattr(layer, name).isnan().all() for layer in layers):
-        axis.text(
-            0.5, 0.5, "nothing is divided by it", transform=axis.transAxes, ha="center", color=FAINT, fontsize=8
-        )  # softmax, or another normalizer
+        axis.text(0.5, 0.5, "none here", transform=axis.transAxes, ha="center", color=FAINT, fontsize=8)
     axis.set_title(_TITLES[name], fontsize=8.5, color=INK)
     axis.set_xticks(range(len(layers)), [str(number + 1) for number in range(len(layers))])
     axis.set_xlim(-0.6, len(layers) - 0.4)

@@ -291,6 +291,22 @@ def test_learned_maps_are_trained_and_copied():
     assert torch.equal(copy.deepcopy(model)(tokens()).logits, model(tokens()).logits)
 
 
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_favor_approaches_the_models_own_softmax(make):
+    """The logits' distance from the host's own attention falls as the root of the features; a Llama rotates before."""
+    torch.manual_seed(0)
+    host = make().double().eval()
+    softmax, errors = host(tokens()).logits, []
+    for m in (64, 4096):
+        squares = []
+        for seed in range(4):
+            model = copy.deepcopy(host)
+            replace_attention(model, feature_map=partial(FavorPlus, num_features=m, seed=seed))
+            squares.append((model(tokens()).logits - softmax).square().mean())
+        errors.append(torch.stack(squares).mean().sqrt().item())
+    assert errors[1] / errors[0] == pytest.approx(1 / 8, rel=0.4)
+
+
 # ---- what is refused ----
 
 

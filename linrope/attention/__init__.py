@@ -64,7 +64,8 @@ def linear_attention(
         chunk_size: Tokens per block of the causal form; changes speed and memory, not the result.
         backend: ``"native"`` (compiled C, for the CPU), ``"chunked"`` (torch, any device), ``"reference"``
             (float64, quadratic memory), or ``"auto"``: what ``$LINROPE_BACKEND`` says, else native where it
-            can be had and chunked elsewhere, and where torch.func or an exporter is at work.
+            can be had and chunked elsewhere, and where torch.func or an exporter is at work. One token alone
+            goes by the recurrence, in torch, whatever the backend but reference.
         key_log_scale: Logarithm of a factor that each key's features still lack; see
             :meth:`linrope.FeatureMap.scaled_key`.
         normalizer: ``"features"`` divides by Σ_s φ(q_t)·φ(k_s), as above, which must not come near 0;

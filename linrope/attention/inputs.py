@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from linrope.attention.state import NO_KEY
-from linrope.rotary import Rotary
+from linrope.rotary import Rotary, turn_pairs
 
 Normalizer = Literal["features", "rms"] | None
 Rotation = Callable[[Tensor, Tensor], Tensor]
@@ -42,6 +42,8 @@ class Inputs(NamedTuple):
         """Queries and keys, turned to their positions."""
         if self.rotary is None:
             return self.query, self.key
+        if (turns := self.turns()) is not None:
+            return turn_pairs(self.query, turns[0]), turn_pairs(self.key, turns[1])
         turned = []
         for features, positions in ((self.query, self.query_positions), (self.key, self.key_positions)):
             if positions is None:

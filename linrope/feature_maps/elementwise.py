@@ -35,8 +35,10 @@ class EluPlusOne(FeatureMap):
     def map_query(self, query: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch m"]:
         """elu(query) + 1."""
         query = at_least_float32(query)
-        if is_transformed() or not torch.is_grad_enabled():
+        if is_transformed():
             return query.clamp(max=0).exp() + query.relu()
+        if not torch.is_grad_enabled():  # without what it takes to call a function of one's own
+            return _EluPlusOne.forward(query)
         return _EluPlusOne.apply(query)  # type: ignore[return-value]
 
 

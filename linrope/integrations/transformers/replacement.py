@@ -79,15 +79,16 @@ def replace_attention(
 ) -> list[str]:
     """Compute every attention of a GPT-2, BERT, Llama or RoFormer by a :class:`linrope.KernelAttention` of its own.
 
-    Projections are kept, and ``model.set_attn_implementation`` sets a GPT-2, BERT or Llama back; each attention module gets a submodule ``linrope``, so that the parameters of learned maps are
-    trained and saved. Attention dropout is set to 0, for there are no weights to drop. Generation goes on from the model's
-    own cache of keys and values, at a cost that grows with it, or from a :func:`state_cache`.
+    Projections are kept, and ``model.set_attn_implementation`` sets a GPT-2, BERT or Llama back. Each attention module
+    gets a submodule ``linrope``, so that the parameters of learned maps are trained and saved. Attention dropout is set
+    to 0, for there are no weights to drop. Generation goes on from the model's own cache of keys and values, at a cost
+    that grows with it, or from a :func:`state_cache`.
 
     Args:
         model: One of them, or what holds some; changed in place.
         feature_map: As in :class:`linrope.KernelAttention`.
-        rotary: A rotation of self-attention for models that have none. For Llama and RoFormer, which rotate by themselves, the rotation in
-            the numerator, with the model's own base where it is None.
+        rotary: A rotation of self-attention for models that have none. For Llama and RoFormer, which rotate by
+            themselves, the rotation in the numerator, with the model's own base where it is None.
         rotary_placement: ``"before"`` leaves a Llama's or RoFormer's rotation where it is, before the map; ``"numerator"``
             takes it over: mapped queries and keys turn, in the numerator alone, and nothing turns before.
         normalizer: As in :class:`linrope.KernelAttention`.
@@ -97,8 +98,9 @@ def replace_attention(
         Names of the attention modules.
 
     Raises:
-        ValueError: A model of another kind or one replaced already, one that has cross-attention and rotates, a rotation that is scaled or would
-            happen twice, or as :class:`linrope.KernelAttention`; then nothing is changed.
+        ValueError: A model of another kind or one replaced already, one that has cross-attention and rotates, a
+            rotation that is scaled or would happen twice, or as :class:`linrope.KernelAttention`; then nothing is
+            changed.
     """
     kinds = (GPT2Attention, BertSelfAttention, BertCrossAttention, LlamaAttention, RoFormerSelfAttention)
     old = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
