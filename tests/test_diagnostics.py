@@ -37,6 +37,13 @@ def test_weights_times_values_are_the_output(which, causal):
     close(found.weights @ value.repeat_interleave(2, 1), layer(query, key, value, **options), 1e-9)
 
 
+def test_small_values_under_rms():
+    """There the 1e-6 that is added to the mean square counts."""
+    layer = KernelAttention(4, 2, rotary=Rotary(), normalizer="rms").double()
+    query, key, value = randn(1, 2, N, 4), randn(1, 2, N, 4), randn(1, 2, N, 4) * 1e-3
+    close(weights_of(layer, query, key, value).weights @ value, layer(query, key, value), 1e-9)
+
+
 def test_without_a_normalizer_and_in_packed_rows():
     layer = KernelAttention(4, 2, rotary=Rotary(), normalizer=None).double()
     query, key, value = (randn(1, 2, N, 4) for _ in range(3))
@@ -177,6 +184,15 @@ def test_a_model_is_looked_at_and_left_as_it_was():
     assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
     assert not any(module._forward_pre_hooks for module in model.modules())
     assert_close(found["blocks.0.attention.kernel"].row_sums, torch.ones(2, len(QUANTILES), dtype=torch.float64))
+
+
+def test_dropout_is_not_looked_at():
+    torch.manual_seed(0)
+    model = ByteTransformer(num_layers=2, d_model=16, attention=lambda d: LinearAttention(d, 2), dropout=0.5)
+    tokens = torch.randint(0, 256, (1, N))
+    training = diagnose(model.train(), tokens)["blocks.1.attention.kernel"]
+    evaluating = diagnose(model.eval(), tokens)["blocks.1.attention.kernel"]
+    assert torch.equal(training.entropy, evaluating.entropy)
 
 
 def test_layers_inside_other_peoples_models():

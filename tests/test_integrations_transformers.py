@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from linrope import CosFormer, FavorPlus, Hedgehog, KernelAttention, Rotary, linear_attention
-from linrope.integrations.transformers import replace_attention, state_cache
+from linrope.integrations.transformers import linear_attention_forward, replace_attention, state_cache
 
 V, N, PAD = 50, 12, 3
 SMALL = {"vocab_size": V, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48}
@@ -291,7 +291,7 @@ def test_learned_maps_are_trained_and_copied():
     assert torch.equal(copy.deepcopy(model)(tokens()).logits, model(tokens()).logits)
 
 
-@pytest.mark.parametrize("make", [gpt2, llama])
+@pytest.mark.parametrize("make", [gpt2, partial(gpt2, scale_attn_by_inverse_layer_idx=True), llama])
 def test_favor_approaches_the_models_own_softmax(make):
     """The logits' distance from the host's own attention falls as the root of the features; a Llama rotates before."""
     torch.manual_seed(0)
@@ -328,6 +328,15 @@ def test_what_cannot_be_done_is_refused_with_the_reason():
     pairs[:, :, 5, 2] = False
     with pytest.raises(ValueError, match="no masks of single pairs"):
         model(tokens(), attention_mask=pairs)
+
+
+@pytest.mark.parametrize(
+    "asked", ["sliding_window", "softcap", "s_aux", "position_bias", "head_mask", "cu_seq_lens_q", "output_attentions"]
+)
+def test_what_models_may_ask_for_in_vain(asked):
+    x = torch.randn(1, 2, 5, 4)
+    with pytest.raises(ValueError, match=asked):
+        linear_attention_forward(torch.nn.Module(), x, x, x, None, **{asked: torch.ones(3)[0]})
 
 
 def test_models_that_cannot_be_replaced_are_left_as_they_were():
