@@ -28,13 +28,28 @@ from linrope.feature_maps import (
 )
 from linrope.layers import KernelAttention, KeyValueState, LinearAttention, SoftmaxAttention
 from linrope.models import ByteTransformer
-from linrope.rotary import Rotary, rotate
+from linrope.rotary import (
+    AxialRotary,
+    DynamicNTKScaling,
+    LearnedRotary,
+    LinearScaling,
+    Llama3Scaling,
+    LongRoPE,
+    NTKScaling,
+    Rotary,
+    Rotation,
+    Scaling,
+    YaRN,
+    rotate,
+)
 
 __all__ = [
     "DPFP",
     "T2R",
+    "AxialRotary",
     "ByteTransformer",
     "CosFormer",
+    "DynamicNTKScaling",
     "EluPlusOne",
     "Exp",
     "FavorHyperbolic",
@@ -46,13 +61,20 @@ __all__ = [
     "KernelAttention",
     "KeyValueState",
     "LearnedFavor",
+    "LearnedRotary",
     "LinearAttention",
+    "LinearScaling",
+    "Llama3Scaling",
     "LogFeatureMap",
+    "LongRoPE",
+    "NTKScaling",
     "OnePlusCosine",
     "RandomFourier",
     "ReBased",
     "ReLU",
     "Rotary",
+    "Rotation",
+    "Scaling",
     "Sigmoid",
     "SoftmaxAttention",
     "SoftmaxExp",
@@ -60,6 +82,7 @@ __all__ = [
     "SquaredReLU",
     "State",
     "Taylor",
+    "YaRN",
     "linear_attention",
     "redraw_feature_maps",
     "rotate",

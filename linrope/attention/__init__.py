@@ -10,7 +10,7 @@ from torch import Tensor
 
 from linrope.attention.backends import Backend, choose
 from linrope.attention.chunked import chunked
-from linrope.attention.inputs import Inputs, Normalizer, Rotation, check, check_positions, compute_dtype, prepare
+from linrope.attention.inputs import Inputs, Normalizer, Rotate, check, check_positions, compute_dtype, prepare
 from linrope.attention.noncausal import noncausal
 from linrope.attention.packing import apart, check_offsets, packed_positions
 from linrope.attention.plain import plain
@@ -18,6 +18,7 @@ from linrope.attention.reference import reference
 from linrope.attention.state import State, check_state, empty_state, rms_norm
 from linrope.attention.step import step
 from linrope.precision import full_precision
+from linrope.rotary import check_streams
 from linrope.transforms import is_transformed
 
 __all__ = ["Backend", "Normalizer", "State", "linear_attention", "stream_linear_attention"]
@@ -34,7 +35,7 @@ def linear_attention(
     key_features: Float[Tensor, "b h s m"],
     value: Float[Tensor, "b h s e"],
     *,
-    rotary: Rotation | None = None,
+    rotary: Rotate | None = None,
     causal: bool = True,
     key_mask: Bool[Tensor, "b s"] | None = None,
     query_positions: Int[Tensor, "*b n"] | None = None,
@@ -56,7 +57,7 @@ def linear_attention(
         query_features: φ(q).
         key_features: φ(k).
         value: Values; e need not equal m.
-        rotary: A :class:`linrope.Rotary`, or any ``(features, positions) -> features``; None: no rotation.
+        rotary: A :class:`linrope.Rotation`, such as :class:`linrope.Rotary`, or any ``(features, positions) -> features``; None: no rotation.
         causal: Whether a token attends to itself and earlier tokens alone; then n = s.
         key_mask: True where a key takes part.
         query_positions: In tokens, ``(n,)`` or ``(b, n)``; 0, 1, … by default.
@@ -131,7 +132,7 @@ def stream_linear_attention(
     value: Float[Tensor, "b h n e"],
     state: State | None = None,
     *,
-    rotary: Rotation | None = None,
+    rotary: Rotate | None = None,
     key_mask: Bool[Tensor, "b n"] | None = None,
     query_positions: Int[Tensor, "*b n"] | None = None,
     key_positions: Int[Tensor, "*b n"] | None = None,
@@ -165,8 +166,10 @@ def stream_linear_attention(
         past the last key's, whether or not that key is masked.
 
     Raises:
-        ValueError: As in :func:`linear_attention`, or the state is of other shapes.
+        ValueError: As in :func:`linear_attention`, the state is of other shapes, or the rotation depends on the length
+            of the text, which a stream does not know.
     """
+    check_streams(rotary)
     check(query_features, key_features, value, key_mask, chunk_size, key_log_scale, normalizer)
     b, _, n, _ = query_features.shape
     if key_features.shape[2] != n:

@@ -11,10 +11,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from linrope.attention.state import NO_KEY
-from linrope.rotary import Rotary, turn_pairs
+from linrope.rotary import Rotation, turn_pairs
 
 Normalizer = Literal["features", "rms"] | None
-Rotation = Callable[[Tensor, Tensor], Tensor]
+Rotate = Callable[[Tensor, Tensor], Tensor]
 
 
 class Inputs(NamedTuple):
@@ -28,15 +28,17 @@ class Inputs(NamedTuple):
         rotary: What turns features in the numerator; None: nothing.
         query_positions: ``(n,)`` or ``(b, n)``; None: 0, 1, ….
         key_positions: ``(s,)`` or ``(b, s)``; None: 0, 1, ….
+        seq_len: Length of each text, where the rotation depends on it.
     """
 
     query: Float[Tensor, "b h n m"]
     key: Float[Tensor, "b h s m"]
     value: Float[Tensor, "b h s e"]
     log_scale: Float[Tensor, "b h s"] | None
-    rotary: Rotation | None
+    rotary: Rotate | None
     query_positions: Tensor | None
     key_positions: Tensor | None
+    seq_len: Float[Tensor, "*b"] | None = None
 
     def rotated(self) -> tuple[Float[Tensor, "b h n m"], Float[Tensor, "b h s m"]]:
         """Queries and keys, turned to their positions."""
@@ -45,24 +47,29 @@ class Inputs(NamedTuple):
         if (turns := self.turns()) is not None:
             return turn_pairs(self.query, turns[0]), turn_pairs(self.key, turns[1])
         turned = []
+        options = {} if self.seq_len is None else {"seq_len": self.seq_len}
         for features, positions in ((self.query, self.query_positions), (self.key, self.key_positions)):
             if positions is None:
                 positions = torch.arange(features.shape[2], device=features.device)
-            turned.append(self.rotary(features, positions))
+            turned.append(self.rotary(features, positions, **options))
         return turned[0], turned[1]
 
-    def turns(self) -> tuple[Float[Tensor, "#b 1 n w"], Float[Tensor, "#b 1 s w"]] | None:
-        """Cosine and sine of each pair in turn, for queries and for keys; None where the rotation is no :class:`Rotary`
-        of interleaved pairs.
+    def turns(self) -> tuple[Float[Tensor, "#b #h n w"], Float[Tensor, "#b #h s w"]] | None:
+        """Cosine and sine of each pair in turn, for queries and for keys; None where the rotation is no :class:`Rotation`
+        of interleaved pairs, or has gradients.
         """
         rotary = self.rotary
-        # A subclass may turn otherwise.
-        if not isinstance(rotary, Rotary) or type(rotary) is not Rotary or rotary.pairing != "interleaved":
+        # Whoever turns in a way of their own has no such turns.
+        if not isinstance(rotary, Rotation) or type(rotary).forward is not Rotation.forward:
             return None
-        query_turn = rotary.turns(self.query, self.query_positions)
+        if rotary.pairing != "interleaved":
+            return None
+        query_turn = rotary.turns(self.query, self.query_positions, self.seq_len)
+        if query_turn.requires_grad:
+            return None
         if self.key_positions is self.query_positions and self.key.shape[2] == self.query.shape[2]:
             return query_turn, query_turn
-        return query_turn, rotary.turns(self.key, self.key_positions)
+        return query_turn, rotary.turns(self.key, self.key_positions, self.seq_len)
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
@@ -74,13 +81,16 @@ def prepare(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rotary: Rotation | None,
+    rotary: Rotate | None,
     key_mask: Tensor | None,
     query_positions: Tensor | None,
     key_positions: Tensor | None,
     log_scale: Tensor | None,
 ) -> Inputs:
     """Widen and mask."""
+    seq_len = None
+    if isinstance(rotary, Rotation):
+        seq_len = rotary.common_length(query, key, query_positions, key_positions, key_mask)
     dtype = compute_dtype(query, key, value)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     log_scale = None if log_scale is None else log_scale.to(dtype)
@@ -90,7 +100,7 @@ def prepare(
         key, value = key.masked_fill(absent, 0.0), value.masked_fill(absent, 0.0)
         if log_scale is not None:
             log_scale = log_scale.masked_fill(absent[..., 0], NO_KEY)
-    return Inputs(query, key, value, log_scale, rotary, query_positions, key_positions)
+    return Inputs(query, key, value, log_scale, rotary, query_positions, key_positions, seq_len)
 
 
 def check_positions(name: str, positions: Tensor | None, features: Tensor) -> None:

@@ -89,7 +89,9 @@ def _kernel_weights(
     attended = _attended(query, key, key_mask, causal, offsets)
     mapped, mapped_key, log_scale = (
         None if x is None else x.double()
-        for x in layer.map_heads(query, key, query_positions, key_positions, scaled=layer.normalizer is not None)
+        for x in layer.map_heads(
+            query, key, query_positions, key_positions, key_mask, scaled=layer.normalizer is not None
+        )
     )
     assert mapped is not None
     assert mapped_key is not None
@@ -116,7 +118,7 @@ def _kernel_weights(
     turned = (query, key)
     if layer.rotary is not None and rotated_width(query.shape[-1], layer.rotary.fraction) > 1:
         rotary = layer.rotary.for_width(query.shape[-1])
-        turned = rotary(query, query_positions), rotary(key, key_positions)
+        turned = rotary.before(query, key, query_positions, key_positions, key_mask)
     return Weights(
         weights=_ratio(numerator, divisor[..., None]),
         attended=attended,
@@ -144,7 +146,7 @@ def _softmax_weights(
     query, key, _ = project((layer.query, layer.key, layer.value), layer.head_dim, x, context)
     query, key = query.double(), key.double()
     if layer.rotary is not None:
-        query, key = layer.rotary(query, positions), layer.rotary(key, context_positions)
+        query, key = layer.rotary.before(query, key, positions, context_positions, key_mask)
     if layer.causal:
         query, key = query[:, :, :max_tokens], key[:, :, :max_tokens]
         key_mask, positions, context_positions = (

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from linrope.feature_maps import FavorPlus
 from linrope.layers.heads import split_heads
 from linrope.layers.kernel import KernelAttention
-from linrope.rotary import Rotary
+from linrope.rotary import Rotation
 
 
 class PerformerAttention(nn.Module):
@@ -35,7 +35,7 @@ class PerformerAttention(nn.Module):
     """
 
     def __init__(
-        self, attention: Attention, *, rotary: Rotary | None = None, redraw_interval: int | None = None
+        self, attention: Attention, *, rotary: Rotation | None = None, redraw_interval: int | None = None
     ) -> None:
         super().__init__()
         fast: Any = attention.fast_attention
@@ -93,7 +93,7 @@ class PerformerAttention(nn.Module):
 
 
 def replace_attention(
-    model: nn.Module, *, rotary: Rotary | None = None, redraw_interval: int | None = None
+    model: nn.Module, *, rotary: Rotation | None = None, redraw_interval: int | None = None
 ) -> list[str]:
     """Put :class:`PerformerAttention` in place of every attention of a performer-pytorch model.
 

@@ -14,7 +14,7 @@ from linrope.attention import Backend, Normalizer
 from linrope.feature_maps import EluPlusOne, FeatureMap
 from linrope.layers.heads import head_dim_of, split_heads
 from linrope.layers.kernel import KernelAttention
-from linrope.rotary import Rotary
+from linrope.rotary import Rotation
 
 
 class LinearMultiheadAttention(nn.Module):
@@ -70,7 +70,7 @@ class LinearMultiheadAttention(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         feature_map: Callable[[int], FeatureMap] = EluPlusOne,
-        rotary: Rotary | None = None,
+        rotary: Rotation | None = None,
         rotary_placement: Literal["numerator", "before"] = "numerator",
         normalizer: Normalizer = "features",
         backend: Backend = "auto",
@@ -203,7 +203,7 @@ def replace_attention(
     model: nn.Module,
     *,
     feature_map: Callable[[int], FeatureMap] = EluPlusOne,
-    rotary: Rotary | None = None,
+    rotary: Rotation | None = None,
     rotary_placement: Literal["numerator", "before"] = "numerator",
     normalizer: Normalizer = "features",
     backend: Backend = "auto",

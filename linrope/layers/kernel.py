@@ -13,7 +13,7 @@ from linrope.attention import Backend, Normalizer, State, linear_attention, stre
 from linrope.attention.packing import check_offsets, packed_positions
 from linrope.feature_maps import EluPlusOne, FeatureMap
 from linrope.layers.heads import next_positions, share_heads
-from linrope.rotary import Rotary
+from linrope.rotary import Rotation, check_streams
 
 
 class KernelAttention(nn.Module):
@@ -50,7 +50,7 @@ class KernelAttention(nn.Module):
         num_heads: int,
         *,
         feature_map: Callable[[int], FeatureMap] = EluPlusOne,
-        rotary: Rotary | None = None,
+        rotary: Rotation | None = None,
         rotary_placement: Literal["numerator", "before"] = "numerator",
         causal: bool = True,
         chunk_size: int | None = None,
@@ -105,12 +105,17 @@ class KernelAttention(nn.Module):
         key, value = share_heads(key, query.shape[1]), share_heads(value, query.shape[1])
         if offsets is not None:
             check_offsets(offsets, query.shape[0], query.shape[2])
+            if self.rotary is not None and self.rotary.is_dynamic and self.rotary_placement == "before":
+                raise ValueError(
+                    f"packed sequences have a length each, and {self.rotary} before the map takes one for the row: "
+                    "rotate in the numerator, or give the scaling a seq_len"
+                )
             query_positions = packed_positions(offsets) if query_positions is None else query_positions
         causal = self.causal if causal is None else causal
         if key_positions is None and (causal or offsets is not None):
             key_positions = query_positions
         query, key, log_scale = self.map_heads(
-            query, key, query_positions, key_positions, scaled=self.normalizer is not None
+            query, key, query_positions, key_positions, key_mask, scaled=self.normalizer is not None
         )
         return linear_attention(
             query,
@@ -149,10 +154,11 @@ class KernelAttention(nn.Module):
             positions: In tokens; by default they go on from ``state.position``.
 
         Raises:
-            ValueError: This is not causal, or shapes do not fit.
+            ValueError: This is not causal, its rotation depends on the length of the text, or shapes do not fit.
         """
         if not self.causal:
             raise ValueError("only a causal layer streams; this one was made with causal=False")
+        check_streams(self.rotary)
         if positions is None:
             b, _, n, _ = query.shape
             positions = next_positions(b, n, None if state is None else state.position, query.device)
@@ -173,7 +179,7 @@ class KernelAttention(nn.Module):
         )
 
     @property
-    def _numerator_rotary(self) -> Rotary | None:
+    def _numerator_rotary(self) -> Rotation | None:
         return self.rotary if self.rotary_placement == "numerator" else None
 
     def map_heads(
@@ -182,6 +188,7 @@ class KernelAttention(nn.Module):
         key: Tensor,
         query_positions: Tensor | None = None,
         key_positions: Tensor | None = None,
+        key_mask: Tensor | None = None,
         *,
         scaled: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -191,7 +198,7 @@ class KernelAttention(nn.Module):
         divides a query's factor out again.
         """
         if self.rotary is not None and self.rotary_placement == "before":
-            query, key = self.rotary(query, query_positions), self.rotary(key, key_positions)
+            query, key = self.rotary.before(query, key, query_positions, key_positions, key_mask)
         feature_map = self.feature_map
         of_query, of_key = (
             (torch.arange(x.shape[2], device=x.device) if at is None else at,) if feature_map.uses_positions else ()

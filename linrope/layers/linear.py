@@ -13,7 +13,7 @@ from linrope.attention import Backend, Normalizer, State
 from linrope.feature_maps import EluPlusOne, FeatureMap
 from linrope.layers.heads import head_dim_of, project
 from linrope.layers.kernel import KernelAttention
-from linrope.rotary import Rotary
+from linrope.rotary import Rotation
 
 
 class LinearAttention(nn.Module):
@@ -44,7 +44,7 @@ class LinearAttention(nn.Module):
         num_heads: int,
         *,
         feature_map: Callable[[int], FeatureMap] = EluPlusOne,
-        rotary: Rotary | None = None,
+        rotary: Rotation | None = None,
         rotary_placement: Literal["numerator", "before"] = "numerator",
         causal: bool = True,
         bias: bool = False,
@@ -142,7 +142,7 @@ class LinearAttention(nn.Module):
         return self.kernel.feature_map
 
     @property
-    def rotary(self) -> Rotary | None:
+    def rotary(self) -> Rotation | None:
         """The rotation, if there is one."""
         return self.kernel.rotary
 

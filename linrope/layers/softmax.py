@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from linrope.layers.heads import head_dim_of, next_positions, project
-from linrope.rotary import Rotary
+from linrope.rotary import Rotation, check_streams
 
 
 class KeyValueState(NamedTuple):
@@ -54,7 +54,7 @@ class SoftmaxAttention(nn.Module):
         d_model: int,
         num_heads: int,
         *,
-        rotary: Rotary | None = None,
+        rotary: Rotation | None = None,
         causal: bool = True,
         bias: bool = False,
     ) -> None:
@@ -84,7 +84,7 @@ class SoftmaxAttention(nn.Module):
         if context is None:
             context_positions = positions
         if self.rotary is not None:
-            query, key = self.rotary(query, positions), self.rotary(key, context_positions)
+            query, key = self.rotary.before(query, key, positions, context_positions, key_mask)
         if key_mask is None:
             output = scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         else:
@@ -103,6 +103,7 @@ class SoftmaxAttention(nn.Module):
         """Attend from the next tokens to themselves and all before; as :meth:`LinearAttention.stream`."""
         if not self.causal:
             raise ValueError("only a causal layer streams; this one was made with causal=False")
+        check_streams(self.rotary)
         query, key, value = project((self.query, self.key, self.value), self.head_dim, x, None)
         if positions is None:
             positions = next_positions(x.shape[0], x.shape[1], None if state is None else state.position, x.device)
@@ -110,7 +111,7 @@ class SoftmaxAttention(nn.Module):
             key_mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
         _check_key_mask(key_mask, key)
         if self.rotary is not None:
-            query, key = self.rotary(query, positions), self.rotary(key, positions)
+            query, key = self.rotary.before(query, key, positions, positions)
         if state is not None:
             key, value = torch.cat((state.key, key), dim=2), torch.cat((state.value, value), dim=2)
             key_mask = torch.cat((state.key_mask, key_mask), dim=1)

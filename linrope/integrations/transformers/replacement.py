@@ -21,7 +21,7 @@ from linrope.feature_maps import EluPlusOne, FeatureMap, redraw_feature_maps
 from linrope.integrations.transformers.interface import NAME, attend
 from linrope.layers.heads import split_heads
 from linrope.layers.kernel import KernelAttention
-from linrope.rotary import Rotary
+from linrope.rotary import Rotary, Rotation
 
 
 class RoFormerAttention(nn.Module):
@@ -72,7 +72,7 @@ def replace_attention(
     model: nn.Module,
     *,
     feature_map: Callable[[int], FeatureMap] = EluPlusOne,
-    rotary: Rotary | None = None,
+    rotary: Rotation | None = None,
     rotary_placement: Literal["before", "numerator"] = "before",
     normalizer: Normalizer = "features",
     backend: Backend = "auto",
