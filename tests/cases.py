@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from functools import partial
@@ -13,7 +14,26 @@ import torch
 from torch import Tensor
 
 import linrope
-from linrope import DPFP, T2R, CosFormer, FavorPlus, FeatureMap, LogFeatureMap, OnePlusCosine, Rotary, linear_attention
+from linrope import (
+    DPFP,
+    T2R,
+    AxialRotary,
+    CosFormer,
+    DynamicNTKScaling,
+    FavorPlus,
+    FeatureMap,
+    LearnedRotary,
+    LinearScaling,
+    Llama3Scaling,
+    LogFeatureMap,
+    LongRoPE,
+    NTKScaling,
+    OnePlusCosine,
+    Rotary,
+    Rotation,
+    YaRN,
+    linear_attention,
+)
 from linrope.attention import RMS_EPSILON, Backend, Normalizer
 from linrope.attention.backends import why_not
 
@@ -143,6 +163,102 @@ def turn(
     parts = (turned.real, turned.imag)
     turned = torch.stack(parts, -1).flatten(-2) if pairing == "interleaved" else torch.cat(parts, -1)
     return torch.cat((turned, still), dim=-1)
+
+
+def _scaled(scaling: linrope.Scaling | None = None, **settings: Any) -> Callable[[], Rotary]:
+    return partial(Rotary, 100.0, scaling=scaling, **settings)
+
+
+# Every kind of rotation, for 3 heads of 8 features; scalings are of texts of 4 tokens, so that those of tests are longer.
+ROTATIONS: dict[str, Callable[[], Rotation]] = {
+    "interleaved": _scaled(),
+    "half": _scaled(pairing="half"),
+    "partial": _scaled(fraction=0.5),
+    "bases": partial(Rotary, (10.0, 100.0, 1000.0)),
+    "bases-half": partial(Rotary, (10.0, 100.0, 1000.0), fraction=0.5, pairing="half"),
+    "linear": _scaled(LinearScaling(4.0)),
+    "NTK": _scaled(NTKScaling(4.0)),
+    "NTK-bases": partial(Rotary, (10.0, 100.0, 1000.0), scaling=NTKScaling(4.0)),
+    "dynamic-NTK": _scaled(DynamicNTKScaling(2.0, 4)),
+    "dynamic-NTK-half": _scaled(DynamicNTKScaling(2.0, 4), pairing="half"),
+    "dynamic-NTK-fixed": _scaled(DynamicNTKScaling(2.0, 4, seq_len=20)),
+    "dynamic-NTK-bases": partial(Rotary, (10.0, 100.0, 1000.0), scaling=DynamicNTKScaling(2.0, 4)),
+    "YaRN": _scaled(YaRN(4.0, 16, beta_fast=2.0)),
+    "Llama3": _scaled(Llama3Scaling(4.0, 16)),
+    "LongRoPE": _scaled(LongRoPE((1.0, 1.5, 2.0, 2.5), (2.0, 3.0, 4.0, 5.0), 4)),
+    "learned": partial(LearnedRotary, 100.0, num_features=8),
+    "learned-heads": partial(LearnedRotary, 100.0, 0.5, "half", num_heads=3, num_features=8),
+    "axial": partial(AxialRotary, 3),
+    "axial-half": partial(AxialRotary, 3, pairing="half"),
+}
+DYNAMIC = [name for name, make in ROTATIONS.items() if make().is_dynamic]
+
+
+def true_frequencies(rotation: Rotation, width: int, seq_len: float) -> Tensor:
+    """Frequencies of the pairs (or of heads and pairs) as the published formulas give them, one number at a time."""
+
+    def of_base(base: float) -> list[float]:
+        scaling, pairs = rotation.scaling, width // 2  # type: ignore[attr-defined]
+        plain = [base ** (-2 * i / width) for i in range(pairs)]
+        match scaling:
+            case None:
+                return plain
+            case LinearScaling():
+                return [f / scaling.factor for f in plain]
+            case NTKScaling() | DynamicNTKScaling():
+                factor = scaling.factor
+                if isinstance(scaling, DynamicNTKScaling):
+                    length = max(scaling.seq_len or seq_len, scaling.original_seq_len)
+                    factor = factor * length / scaling.original_seq_len - factor + 1
+                return [f * factor ** (-2 * i / (width - 2)) for i, f in enumerate(plain)]
+            case YaRN():
+                ends = [
+                    width * math.log(scaling.original_seq_len / (2 * math.pi * beta)) / (2 * math.log(base))
+                    for beta in (scaling.beta_fast, scaling.beta_slow)
+                ]
+                low, high = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), width - 1)
+                share = [min(max((i - low) / (high - low), 0), 1) for i in range(pairs)]
+                return [f * (1 - x + x / scaling.factor) for f, x in zip(plain, share, strict=True)]
+            case Llama3Scaling():
+                turns = [scaling.original_seq_len * f / (2 * math.pi) for f in plain]
+                low, high = scaling.low_freq_factor, scaling.high_freq_factor
+                kept = [min(max((r - low) / (high - low), 0), 1) for r in turns]
+                return [f * (x + (1 - x) / scaling.factor) for f, x in zip(plain, kept, strict=True)]
+            case LongRoPE():
+                long = (scaling.seq_len or seq_len) > scaling.original_seq_len
+                return [
+                    f / x for f, x in zip(plain, scaling.long_factor if long else scaling.short_factor, strict=True)
+                ]
+        raise AssertionError(scaling)
+
+    if isinstance(rotation, LearnedRotary):
+        return rotation.log_inv_freq.double().exp()  # type: ignore[union-attr]
+    bases = rotation.base if isinstance(rotation.base, tuple) else (rotation.base,)  # type: ignore[attr-defined]
+    frequencies = torch.tensor([of_base(base) for base in bases], dtype=torch.float64)
+    return frequencies if rotation.num_heads else frequencies[0]
+
+
+def true_turn(rotation: Rotation, x: Tensor, positions: Tensor, seq_len: float | None = None) -> Tensor:
+    """Turn (b, h, n, m) features row by row, by complex numbers; lengths are from the first position to the last."""
+    width = round(rotation.fraction * x.shape[-1])
+    rows = []
+    for row, at in zip(x.double(), positions.double().expand(x.shape[0], -1), strict=True):
+        if isinstance(rotation, AxialRotary):
+            frequency = torch.tensor(
+                [rotation.base ** (-4 * i / width) for i in range(width // 4)], dtype=torch.float64
+            )
+            line, column = torch.div(at, rotation.columns, rounding_mode="floor"), at.remainder(rotation.columns)
+            angle = torch.cat((line[:, None] * frequency, column[:, None] * frequency), dim=-1)
+        else:
+            length = float(at.max() - at.min() + 1) if seq_len is None else seq_len
+            angle = at[:, None] * true_frequencies(rotation, width, length)[..., None, :]
+        part, still = row[..., :width], row[..., width:]
+        halves = rotation.pairing == "half"
+        first, second = part.chunk(2, -1) if halves else (part[..., 0::2], part[..., 1::2])
+        turned = torch.complex(first, second) * torch.polar(torch.ones_like(angle), angle)
+        parts = (turned.real, turned.imag)
+        rows.append(torch.cat((torch.cat(parts, -1) if halves else torch.stack(parts, -1).flatten(-2), still), -1))
+    return torch.stack(rows)
 
 
 class Truth(NamedTuple):

@@ -49,7 +49,7 @@ class Inputs(NamedTuple):
         turned = []
         options = {} if self.seq_len is None else {"seq_len": self.seq_len}
         for features, positions in ((self.query, self.query_positions), (self.key, self.key_positions)):
-            if positions is None:
+            if positions is None and not isinstance(self.rotary, Rotation):
                 positions = torch.arange(features.shape[2], device=features.device)
             turned.append(self.rotary(features, positions, **options))
         return turned[0], turned[1]

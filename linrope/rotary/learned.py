@@ -72,10 +72,7 @@ class LearnedRotary(Rotation):
     def angles(self, positions: Tensor, width: int, seq_len: Tensor) -> Tensor:  # noqa: D102
         if self.log_inv_freq is None:
             raise ValueError("LearnedRotary() has no frequencies yet: pass num_features, or give it to a layer")
-        if 2 * self.log_inv_freq.shape[-1] != width:
-            raise ValueError(
-                f"this rotation learns frequencies of {2 * self.log_inv_freq.shape[-1]} features, got {width}"
-            )
+        self._check_width(width)
         frequencies = self.log_inv_freq.to(positions.device, torch.float64).exp()
         return positions[..., None] * frequencies[..., None, :]
 
