@@ -1,6 +1,7 @@
 """Linear attention with rotary positions."""
 
 from linrope.attention import State, linear_attention, stream_linear_attention
+from linrope.decay import ConstantDecay, Decay, LearnedDecay, RetNetDecay, TransNormerDecay
 from linrope.feature_maps import (
     DPFP,
     T2R,
@@ -39,6 +40,7 @@ from linrope.rotary import (
     Rotary,
     Rotation,
     Scaling,
+    XPos,
     YaRN,
     rotate,
 )
@@ -48,7 +50,9 @@ __all__ = [
     "T2R",
     "AxialRotary",
     "ByteTransformer",
+    "ConstantDecay",
     "CosFormer",
+    "Decay",
     "DynamicNTKScaling",
     "EluPlusOne",
     "Exp",
@@ -60,6 +64,7 @@ __all__ = [
     "Hedgehog",
     "KernelAttention",
     "KeyValueState",
+    "LearnedDecay",
     "LearnedFavor",
     "LearnedRotary",
     "LinearAttention",
@@ -72,6 +77,7 @@ __all__ = [
     "RandomFourier",
     "ReBased",
     "ReLU",
+    "RetNetDecay",
     "Rotary",
     "Rotation",
     "Scaling",
@@ -82,6 +88,8 @@ __all__ = [
     "SquaredReLU",
     "State",
     "Taylor",
+    "TransNormerDecay",
+    "XPos",
     "YaRN",
     "linear_attention",
     "redraw_feature_maps",

@@ -15,6 +15,7 @@ FLOORS = {
     "linrope.precision": -1,
     "linrope.transforms": -1,
     "linrope.rotary": 0,
+    "linrope.decay": 0,
     "linrope.feature_maps": 0,
     "linrope.attention": 0,
     "linrope.layers": 1,

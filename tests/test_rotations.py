@@ -393,7 +393,7 @@ def test_an_axial_layer_of_odd_width_turns_a_multiple_of_four():
         (lambda: Rotary(base=(10.0, 20.0))(randn(1, 3, 5, 8)), "of the 2 heads that have frequencies, got"),
         (lambda: Rotary(base=(10.0, 20.0))(randn(5, 8)), "of the 2 heads that have frequencies, got"),
         (
-            lambda: LinearAttention(8, 2, rotary=Rotary(scaling=DynamicNTKScaling(2.0, 4)), rotary_placement="before")(
+            lambda: LinearAttention(8, 2, rotary=Rotary(scaling=DynamicNTKScaling(4, 2.0)), rotary_placement="before")(
                 torch.randn(1, 6, 8), offsets=torch.tensor([0, 2, 6])
             ),
             "packed sequences have a length each",

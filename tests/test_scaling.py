@@ -44,9 +44,9 @@ def llama3(frequency: float, factor: float) -> float:
 FORMULAS = {
     "linear": (LinearScaling(4.0), 10, [f / 4 for f in PLAIN]),
     "NTK": (NTKScaling(4.0), 10, ntk(4.0)),
-    "dynamic NTK, short": (DynamicNTKScaling(4.0, TRAINED), TRAINED, PLAIN),
-    "dynamic NTK, long": (DynamicNTKScaling(4.0, TRAINED), 3 * TRAINED, ntk(4.0 * 3 - 3)),
-    "dynamic NTK, fixed": (DynamicNTKScaling(1.0, TRAINED, seq_len=5 * TRAINED), 10, ntk(5.0)),
+    "dynamic NTK, short": (DynamicNTKScaling(TRAINED, 4.0), TRAINED, PLAIN),
+    "dynamic NTK, long": (DynamicNTKScaling(TRAINED, 4.0), 3 * TRAINED, ntk(4.0 * 3 - 3)),
+    "dynamic NTK, fixed": (DynamicNTKScaling(TRAINED, 1.0, seq_len=5 * TRAINED), 10, ntk(5.0)),
     "Llama 3": (Llama3Scaling(8.0, TRAINED), 10, [llama3(f, 8.0) for f in PLAIN]),
     "LongRoPE, short": (LongRoPE(SHORT, LONG, TRAINED), TRAINED, [f / x for f, x in zip(PLAIN, SHORT, strict=True)]),
     "LongRoPE, long": (LongRoPE(SHORT, LONG, TRAINED), TRAINED + 1, [f / x for f, x in zip(PLAIN, LONG, strict=True)]),
@@ -123,7 +123,7 @@ def test_frequencies_are_those_of_transformers(kind, seq_len, factor, base):
     short, long = [1 + i / 10 for i in range(16)], [1 + i / 2 for i in range(16)]
     ours, theirs = {
         "linear": (lambda: LinearScaling(factor), {}),
-        "dynamic": (lambda: DynamicNTKScaling(factor, trained), {}),
+        "dynamic": (lambda: DynamicNTKScaling(trained, factor), {}),
         "yarn": (lambda: YaRN(factor, trained), {"original_max_position_embeddings": trained}),
         "llama3": (
             lambda: Llama3Scaling(factor, trained),
@@ -147,7 +147,7 @@ def test_frequencies_are_those_of_transformers(kind, seq_len, factor, base):
 
 
 def test_a_long_text_in_between_changes_nothing():
-    for scaling in (DynamicNTKScaling(2.0, 8), LongRoPE((1.0, 2.0), (3.0, 4.0), 8)):
+    for scaling in (DynamicNTKScaling(8, 2.0), LongRoPE((1.0, 2.0), (3.0, 4.0), 8)):
         rotary, x = Rotary(scaling=scaling), randn(40, 4)
         short, again = rotary(x[:8]), rotary(x[:8], torch.arange(8))
         long = rotary(x)
@@ -159,7 +159,7 @@ def test_a_long_text_in_between_changes_nothing():
 
 
 def test_each_row_has_the_frequencies_of_its_own_length():
-    rotary, x = Rotary(scaling=DynamicNTKScaling(2.0, 4)), randn(2, 3, 5, 8)
+    rotary, x = Rotary(scaling=DynamicNTKScaling(4, 2.0)), randn(2, 3, 5, 8)
     positions = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 2, 3, 40]])
     turned = rotary(x, positions)
     for b in range(2):
@@ -192,8 +192,8 @@ def test_a_rotation_is_given_another_scaling():
     [
         (lambda: LinearScaling(0.5), "factor must be at least 1, got 0.5"),
         (lambda: NTKScaling(float("nan")), "factor must be at least 1, got nan"),
-        (lambda: DynamicNTKScaling(2.0, 0), "original_seq_len must be at least 1, got 0"),
-        (lambda: DynamicNTKScaling(2.0, 8, seq_len=0), "seq_len must be at least 1, got 0"),
+        (lambda: DynamicNTKScaling(0, 2.0), "original_seq_len must be at least 1, got 0"),
+        (lambda: DynamicNTKScaling(8, 2.0, seq_len=0), "seq_len must be at least 1, got 0"),
         (lambda: YaRN(2.0, 8, beta_fast=1.0, beta_slow=2.0), "beta_slow must be above 0 and below beta_fast, got 2 and 1"),
         (lambda: YaRN(2.0, 8, softmax_factor=0.0), "softmax_factor must be positive, got 0.0"),
         (lambda: Llama3Scaling(2.0, 8, 4.0, 4.0), "low_freq_factor must be above 0 and below high_freq_factor, got 4 and 4"),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from linrope.attention.backends import Backend, choose
 from linrope.attention.chunked import chunked
+from linrope.attention.decay import DecayPlacement, check_decay, decayed, forgets
 from linrope.attention.inputs import Inputs, Normalizer, Rotate, check, check_positions, compute_dtype, prepare
 from linrope.attention.noncausal import noncausal
 from linrope.attention.packing import apart, check_offsets, packed_positions
@@ -21,7 +22,7 @@ from linrope.precision import full_precision
 from linrope.rotary import check_streams
 from linrope.transforms import is_transformed
 
-__all__ = ["Backend", "Normalizer", "State", "linear_attention", "stream_linear_attention"]
+__all__ = ["Backend", "DecayPlacement", "Normalizer", "State", "linear_attention", "stream_linear_attention"]
 
 # Scores of a chunk cost c·(m + e) operations a token, its state 2·m·e; 64 balances them at usual widths.
 _CHUNK_SIZE = 64
@@ -45,6 +46,8 @@ def linear_attention(
     key_log_scale: Float[Tensor, "b h s"] | None = None,
     normalizer: Normalizer = "features",
     offsets: Int[Tensor, " p+1"] | None = None,
+    log_decay: Float[Tensor, " h"] | None = None,
+    decay_placement: DecayPlacement = "both",
 ) -> Float[Tensor, "b h n e"]:
     """Attend with the kernel φ(q)·φ(k), rotating in the numerator alone.
 
@@ -97,6 +100,7 @@ def linear_attention(
         check_offsets(offsets, query_features.shape[0], n)
         query_positions = packed_positions(offsets) if query_positions is None else query_positions
         key_positions = query_positions if key_positions is None else key_positions
+    check_decay(log_decay, decay_placement, rotary, query_features, causal=causal)
     if causal and key_positions is None:
         key_positions = query_positions
     check_positions("query_positions", query_positions, query_features)
@@ -112,6 +116,8 @@ def linear_attention(
                 "chunk_size": chunk_size,
                 "backend": backend,
                 "normalizer": normalizer,
+                "log_decay": log_decay,
+                "decay_placement": decay_placement,
             },
         )
     with full_precision(query_features.device):
@@ -121,8 +127,13 @@ def linear_attention(
         backend = choose(backend, inputs.query.dtype, inputs.query.device.type)
         if n == 0 or s == 0:
             return value.new_zeros(*query_features.shape[:3], value.shape[-1])
-        state = empty_state(inputs.query, inputs.value, has_log_scale=key_log_scale is not None)
-        output, _ = _attend(inputs, state, causal, chunk_size, backend, normalizer)
+        state = empty_state(
+            inputs.query,
+            inputs.value,
+            has_log_scale=key_log_scale is not None or forgets(log_decay, rotary, inputs.query.shape[-1]),
+        )
+        decay = log_decay, decay_placement
+        output, _ = _attend(inputs, state, causal, chunk_size, backend, normalizer, decay)
         return output.to(value.dtype)
 
 
@@ -140,6 +151,8 @@ def stream_linear_attention(
     backend: Backend = "auto",
     key_log_scale: Float[Tensor, "b h n"] | None = None,
     normalizer: Normalizer = "features",
+    log_decay: Float[Tensor, " h"] | None = None,
+    decay_placement: DecayPlacement = "both",
 ) -> tuple[Float[Tensor, "b h n e"], State]:
     """Causal :func:`linear_attention` that goes on from the ``state`` of the tokens before.
 
@@ -151,7 +164,7 @@ def stream_linear_attention(
         key_features: φ(k) of the next tokens.
         value: Values of the next tokens.
         state: What an earlier call returned; None before the first token. Its sums and
-            ``key_log_scale`` belong together: give log-scales in all calls or in none.
+            ``key_log_scale`` belong together: give log-scales in all calls or in none, and the same decay.
         rotary: As in :func:`linear_attention`.
         key_mask: As in :func:`linear_attention`.
         query_positions: In tokens; by default they go on from ``state.position``.
@@ -160,6 +173,8 @@ def stream_linear_attention(
         backend: As in :func:`linear_attention`.
         key_log_scale: As in :func:`linear_attention`.
         normalizer: As in :func:`linear_attention`.
+        log_decay: As in :func:`linear_attention`; the state's sums are relative to the last key.
+        decay_placement: As in :func:`linear_attention`.
 
     Returns:
         The outputs, in the dtype of ``value``, and the state after the last token. Its position is one
@@ -170,6 +185,7 @@ def stream_linear_attention(
             of the text, which a stream does not know.
     """
     check_streams(rotary)
+    check_decay(log_decay, decay_placement, rotary, query_features, causal=True)
     check(query_features, key_features, value, key_mask, chunk_size, key_log_scale, normalizer)
     b, _, n, _ = query_features.shape
     if key_features.shape[2] != n:
@@ -177,7 +193,8 @@ def stream_linear_attention(
     with full_precision(query_features.device):
         dtype = compute_dtype(query_features, key_features, value)
         if state is None:
-            state = empty_state(query_features.to(dtype), value, has_log_scale=key_log_scale is not None)
+            has_log_scale = key_log_scale is not None or forgets(log_decay, rotary, query_features.shape[-1])
+            state = empty_state(query_features.to(dtype), value, has_log_scale=has_log_scale)
         check_state(state, query_features, value)
         if query_positions is None:
             query_positions = state.position[:, None] + torch.arange(n, device=state.position.device)
@@ -192,7 +209,8 @@ def stream_linear_attention(
         if n == 0:
             return torch.zeros_like(value), state
         wide = State(state.kv.to(dtype), state.key_sum.to(dtype), state.position, state.log_scale.to(dtype))
-        output, new_state = _attend(inputs, wide, True, chunk_size, backend, normalizer)
+        decay = log_decay, decay_placement
+        output, new_state = _attend(inputs, wide, True, chunk_size, backend, normalizer, decay)
         position = (key_positions[..., -1].long() + 1).expand(b).clone()
     return output.to(value.dtype), new_state._replace(position=position)
 
@@ -230,22 +248,29 @@ def _attend(
     chunk_size: int | None,
     backend: Backend,
     normalizer: Normalizer,
+    decay: tuple[Tensor | None, DecayPlacement],
 ) -> tuple[Tensor, State]:
     """Numerators, divided by what ``normalizer`` says, and the state after the last token."""
-    divides = normalizer == "features"
-    if backend == "reference":
-        output, state = reference(inputs, state, causal=causal, divides=divides)
-    elif not causal:
-        output = noncausal(inputs, divides=divides)
-    elif inputs.query.shape[2] == 1:
-        output, state = step(inputs, state, divides=divides)
-    elif backend == "native":
-        from linrope.attention.native import native
 
-        output, state = native(inputs, state, divides=divides)
-    else:
+    def path(inputs: Inputs, state: State, divides: bool = False) -> tuple[Tensor, State]:
+        if backend == "reference":
+            return reference(inputs, state, causal=causal, divides=divides)
+        if not causal:
+            return noncausal(inputs, divides=divides), state
+        if inputs.query.shape[2] == 1:
+            return step(inputs, state, divides=divides)
+        if backend == "native":
+            from linrope.attention.native import native
+
+            return native(inputs, state, divides=divides)
         in_chunks = plain if is_transformed() else chunked
-        output, state = in_chunks(inputs, state, chunk_size or _CHUNK_SIZE, divides=divides)
+        return in_chunks(inputs, state, chunk_size or _CHUNK_SIZE, divides=divides)
+
+    divides = normalizer == "features"
+    if forgets(decay[0], inputs.rotary, inputs.query.shape[-1]):
+        output, state = decayed(inputs, state, *decay, path, divides=divides)
+    else:
+        output, state = path(inputs, state, divides)
     if normalizer == "rms":
         output = rms_norm(output, RMS_EPSILON if inputs.log_scale is None else 0.0)
     return output, state

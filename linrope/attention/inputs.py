@@ -46,13 +46,17 @@ class Inputs(NamedTuple):
             return self.query, self.key
         if (turns := self.turns()) is not None:
             return turn_pairs(self.query, turns[0]), turn_pairs(self.key, turns[1])
-        turned = []
-        options = {} if self.seq_len is None else {"seq_len": self.seq_len}
-        for features, positions in ((self.query, self.query_positions), (self.key, self.key_positions)):
-            if positions is None and not isinstance(self.rotary, Rotation):
-                positions = torch.arange(features.shape[2], device=features.device)
-            turned.append(self.rotary(features, positions, **options))
-        return turned[0], turned[1]
+        if isinstance(self.rotary, Rotation):
+            rotary, seq_len = self.rotary, self.seq_len
+            return (
+                rotary(self.query, self.query_positions, seq_len=seq_len),
+                rotary(self.key, self.key_positions, seq_len=seq_len),
+            )
+        query_at, key_at = (
+            torch.arange(x.shape[2], device=x.device) if positions is None else positions
+            for x, positions in ((self.query, self.query_positions), (self.key, self.key_positions))
+        )
+        return self.rotary(self.query, query_at), self.rotary(self.key, key_at)
 
     def turns(self) -> tuple[Float[Tensor, "#b #h n w"], Float[Tensor, "#b #h s w"]] | None:
         """Cosine and sine of each pair in turn, for queries and for keys; None where the rotation is no :class:`Rotation`

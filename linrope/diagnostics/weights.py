@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from linrope.attention import RMS_EPSILON
-from linrope.attention.inputs import prepare
+from linrope.attention.decay import decayed, forgets
+from linrope.attention.inputs import Inputs, prepare
 from linrope.attention.packing import packed_positions
 from linrope.attention.reference import reference
 from linrope.attention.state import State, empty_state
@@ -18,7 +19,7 @@ from linrope.diagnostics.measures import Weights
 from linrope.layers import KernelAttention, SoftmaxAttention
 from linrope.layers.heads import project, share_heads
 from linrope.layers.softmax import softmax_weights
-from linrope.rotary import rotated_width
+from linrope.rotary import LearnedRotary, Rotary, rotated_width
 
 
 def attention_weights(model: nn.Module, *inputs: Any, max_tokens: int = 256, **options: Any) -> dict[str, Weights]:
@@ -96,13 +97,25 @@ def _kernel_weights(
     assert mapped is not None
     assert mapped_key is not None
 
+    log_decay = None if layer.decay is None else layer.decay(query.shape[1], query.device)
+
     def matrix(q: Tensor, k: Tensor, rotates: bool) -> Tensor:
         """(R q_t)·(R k_s) e^(c_s - m_t) where query t attends to key s: the reference's outputs for unit vectors."""
         units = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
         rotary = layer.rotary if rotates and layer.rotary_placement == "numerator" else None
         inputs = prepare(q, k, units, rotary, key_mask, query_positions, key_positions, log_scale)
-        state: State = empty_state(inputs.query, inputs.value, has_log_scale=log_scale is not None)
-        return reference(inputs, state, causal=causal, divides=False)[0].masked_fill(~attended, 0.0)
+        rate = log_decay if rotates or layer.decay_placement == "both" else None
+        decays = forgets(rate, rotary, q.shape[-1])
+        state: State = empty_state(inputs.query, inputs.value, has_log_scale=decays or log_scale is not None)
+
+        def path(inputs: Inputs, state: State) -> tuple[Tensor, State]:
+            return reference(inputs, state, causal=causal, divides=False)
+
+        if decays:
+            output, _ = decayed(inputs, state, rate, layer.decay_placement, path, divides=False)
+        else:
+            output, _ = path(inputs, state)
+        return output.masked_fill(~attended, 0.0)
 
     numerator, kernel = matrix(mapped, mapped_key, True), matrix(mapped, mapped_key, False)
     sizes = matrix(mapped.norm(dim=-1, keepdim=True), mapped_key.norm(dim=-1, keepdim=True), False)
@@ -116,8 +129,12 @@ def _kernel_weights(
     else:
         divisor = torch.ones_like(normalizer)
     turned = (query, key)
-    if layer.rotary is not None and rotated_width(query.shape[-1], layer.rotary.fraction) > 1:
-        rotary = layer.rotary.for_width(query.shape[-1])
+    if layer.rotary is not None and rotated_width(query.shape[-1], layer.rotary.fraction) >= layer.rotary.multiple:
+        rotary = layer.rotary
+        if not isinstance(rotary, LearnedRotary):  # frequencies learned for the features of the map are no others'
+            rotary = rotary.for_width(query.shape[-1])
+        elif layer.rotary_placement == "numerator":
+            rotary = Rotary(rotary.base, rotary.fraction, rotary.pairing).for_width(query.shape[-1])
         turned = rotary.before(query, key, query_positions, key_positions, key_mask)
     return Weights(
         weights=_ratio(numerator, divisor[..., None]),

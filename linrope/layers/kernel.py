@@ -9,8 +9,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from linrope.attention import Backend, Normalizer, State, linear_attention, stream_linear_attention
+from linrope.attention import (
+    Backend,
+    DecayPlacement,
+    Normalizer,
+    State,
+    linear_attention,
+    stream_linear_attention,
+)
 from linrope.attention.packing import check_offsets, packed_positions
+from linrope.decay import Decay
 from linrope.feature_maps import EluPlusOne, FeatureMap
 from linrope.layers.heads import next_positions, share_heads
 from linrope.rotary import Rotation, check_streams
@@ -36,10 +44,12 @@ class KernelAttention(nn.Module):
         normalizer: ``"features"`` divides by the sum of the kernel, for maps whose kernel is positive;
             ``"rms"`` gives each head's output a root mean square of 1 instead (a projection after it holds
             the gains), and None leaves it as it is. See :func:`linrope.linear_attention`.
+        decay: How fast heads forget with distance, or None: not at all. Causal attention alone.
+        decay_placement: Whether they do in ``"both"`` sums or in the ``"numerator"`` alone.
 
     Raises:
-        ValueError: An unknown ``rotary_placement`` or ``normalizer``, a rotation of less than one pair, or a division
-            by a kernel that can be 0.
+        ValueError: An unknown ``rotary_placement``, ``normalizer`` or ``decay_placement``, a rotation of less than one
+            pair, a division by a kernel that can be 0, or a decay where it cannot stand.
 
     Source: Su et al. 2021 (arXiv 2104.09864), eq. 19; Qin et al. 2022 (arXiv 2210.10340) for ``"rms"``.
     """
@@ -56,6 +66,8 @@ class KernelAttention(nn.Module):
         chunk_size: int | None = None,
         backend: Backend = "auto",
         normalizer: Normalizer = "features",
+        decay: Decay | None = None,
+        decay_placement: DecayPlacement = "both",
     ) -> None:
         super().__init__()
         if rotary_placement not in ("numerator", "before"):
@@ -74,6 +86,16 @@ class KernelAttention(nn.Module):
             )
         width = self.feature_map.num_features if rotary_placement == "numerator" else head_dim
         self.rotary = None if rotary is None else rotary.for_width(width)
+        if decay_placement not in ("numerator", "both"):
+            raise ValueError(f"decay_placement must be 'numerator' or 'both', got {decay_placement!r}")
+        self.num_heads = num_heads
+        self.decay_placement: DecayPlacement = decay_placement
+        self.decay = None if decay is None else decay.for_heads(num_heads)
+        rotary_decays = self.rotary is not None and self.rotary.rates(width) is not None
+        if rotary_decays and rotary_placement == "before":
+            raise ValueError(f"{type(rotary).__name__} decays with distance, which is for the numerator alone")
+        if not causal and (rotary_decays or decay is not None):
+            raise ValueError("a decay with distance is for causal attention, got causal=False")
 
     def forward(
         self,
@@ -131,6 +153,8 @@ class KernelAttention(nn.Module):
             key_log_scale=log_scale,
             normalizer=self.normalizer,
             offsets=offsets,
+            log_decay=self._log_decay(query.device),
+            decay_placement=self.decay_placement,
         )
 
     def stream(
@@ -176,7 +200,12 @@ class KernelAttention(nn.Module):
             backend=self.backend,
             key_log_scale=log_scale,
             normalizer=self.normalizer,
+            log_decay=self._log_decay(query.device),
+            decay_placement=self.decay_placement,
         )
+
+    def _log_decay(self, device: torch.device) -> Float[Tensor, " h"] | None:
+        return None if self.decay is None else self.decay(self.num_heads, device)
 
     @property
     def _numerator_rotary(self) -> Rotation | None:

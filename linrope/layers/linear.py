@@ -9,7 +9,8 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from linrope.attention import Backend, Normalizer, State
+from linrope.attention import Backend, DecayPlacement, Normalizer, State
+from linrope.decay import Decay
 from linrope.feature_maps import EluPlusOne, FeatureMap
 from linrope.layers.heads import head_dim_of, project
 from linrope.layers.kernel import KernelAttention
@@ -31,6 +32,8 @@ class LinearAttention(nn.Module):
         backend: As in :class:`KernelAttention`.
         normalizer: As in :class:`KernelAttention`; the output projection holds the gains of ``"rms"``.
         num_kv_heads: Heads of keys and values, each of which serves as many heads of queries; h by default.
+        decay: As in :class:`KernelAttention`.
+        decay_placement: As in :class:`KernelAttention`.
 
     Raises:
         ValueError: ``num_heads`` does not divide ``d_model``, ``num_kv_heads`` not ``num_heads``, or as :class:`KernelAttention`.
@@ -52,6 +55,8 @@ class LinearAttention(nn.Module):
         backend: Backend = "auto",
         normalizer: Normalizer = "features",
         num_kv_heads: int | None = None,
+        decay: Decay | None = None,
+        decay_placement: DecayPlacement = "both",
     ) -> None:
         super().__init__()
         head_dim = head_dim_of(d_model, num_heads)
@@ -71,6 +76,8 @@ class LinearAttention(nn.Module):
             chunk_size=chunk_size,
             backend=backend,
             normalizer=normalizer,
+            decay=decay,
+            decay_placement=decay_placement,
         )
 
     def forward(

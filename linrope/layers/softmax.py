@@ -44,7 +44,7 @@ class SoftmaxAttention(nn.Module):
         bias: Whether the four projections have biases.
 
     Raises:
-        ValueError: ``num_heads`` does not divide ``d_model``, or a rotation of less than one pair.
+        ValueError: ``num_heads`` does not divide ``d_model``, a rotation of less than one pair, or one that decays.
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), eq. 1; Su et al. 2021 (arXiv 2104.09864), eq. 16.
     """
@@ -62,6 +62,10 @@ class SoftmaxAttention(nn.Module):
         head_dim = head_dim_of(d_model, num_heads)
         self.num_heads, self.head_dim, self.causal = num_heads, head_dim, causal
         self.query, self.key, self.value, self.out = (nn.Linear(d_model, d_model, bias=bias) for _ in range(4))
+        if rotary is not None and rotary.rates(head_dim) is not None:
+            raise ValueError(
+                f"{type(rotary).__name__} decays with distance, which is for the numerator of linear attention"
+            )
         self.rotary = None if rotary is None else rotary.for_width(head_dim)
 
     def forward(

@@ -15,6 +15,7 @@ from linrope.rotary.scaling import (
     inv_freq,
 )
 from linrope.rotary.turning import Pairing, half_order, turn_pairs
+from linrope.rotary.xpos import XPos
 
 __all__ = [
     "AxialRotary",
@@ -28,6 +29,7 @@ __all__ = [
     "Rotary",
     "Rotation",
     "Scaling",
+    "XPos",
     "YaRN",
     "check_streams",
     "half_order",

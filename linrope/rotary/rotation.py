@@ -62,6 +62,13 @@ class Rotation(nn.Module, ABC):
         """Whether angles depend on the length of the text: then there is no stream, whose length grows."""
         return False
 
+    def rates(self, num_features: int) -> tuple[float, ...] | None:
+        """How fast the part of each feature in the numerator decays, in 1/token: by exp(-rate · distance); None: not at all.
+
+        What decays turns queries otherwise than keys, so it stands in the numerator of causal attention alone.
+        """
+        return None
+
     @property
     def attention_factor(self) -> float:
         """What :meth:`before` multiplies queries and keys with; 1 but for some scalings."""

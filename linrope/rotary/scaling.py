@@ -91,15 +91,15 @@ class DynamicNTKScaling(Scaling):
     keys turned by the frequencies of a shorter text, is refused unless ``seq_len`` fixes the length.
 
     Args:
-        factor: How fast the scaling grows with L; 1 scales by L/L₀ itself.
         original_seq_len: L₀, in tokens.
-        seq_len: L for every text; None: that of each text.
+        factor: How fast the scaling grows with L; 1 scales by L/L₀ itself.
+        seq_len: L for every text, in tokens; None: that of each text.
 
     Source: emozilla 2023 (reddit, "Dynamically Scaled RoPE"); Peng et al. 2023 (arXiv 2309.00071), section 3.3.
     """
 
-    factor: float
     original_seq_len: int
+    factor: float = 1.0
     seq_len: int | None = None
 
     def __post_init__(self) -> None:
@@ -112,8 +112,7 @@ class DynamicNTKScaling(Scaling):
 
     def inv_freq(self, width: int, base: float, seq_len: Tensor) -> Tensor:  # noqa: D102
         length = seq_len if self.seq_len is None else seq_len.new_tensor(self.seq_len)
-        length = length.clamp_min(self.original_seq_len)
-        factor = self.factor * length / self.original_seq_len - (self.factor - 1)
+        factor = self.factor * length.clamp_min(self.original_seq_len) / self.original_seq_len - (self.factor - 1)
         return _ntk(width, base, factor, "DynamicNTKScaling")
 
 
