@@ -69,13 +69,17 @@ def project_next(
     """Queries, keys and values of the next tokens; the attention's own state; and what the convolutions keep, or nothing.
 
     Raises:
-        ValueError: Shapes that do not fit, or the state of a layer without convolutions for one with them.
+        ValueError: Shapes that do not fit, or the state of a layer without convolutions for one with them or vice versa.
     """
     projected = _project(projections, x, None)
-    if None in projections.convs:
+    has_convs = None not in projections.convs
+    if state is not None and isinstance(state, ShortConvState) != has_convs:
+        expected = (
+            "with short_conv goes on from a" if has_convs else "without short_conv goes on from another state than a"
+        )
+        raise ValueError(f"a layer {expected} ShortConvState, got {type(state).__name__}")
+    if not has_convs:
         return _by_heads(projections, *projected), state, ()
-    if state is not None and not isinstance(state, ShortConvState):
-        raise ValueError(f"a layer with short_conv goes on from a ShortConvState, got {type(state).__name__}")
     before = (None, None, None) if state is None else state[1:]
     (query, key, value), last = zip(
         *(
