@@ -27,7 +27,14 @@ from linrope.feature_maps import (
     Taylor,
     redraw_feature_maps,
 )
-from linrope.layers import KernelAttention, KeyValueState, LinearAttention, SoftmaxAttention
+from linrope.layers import (
+    KernelAttention,
+    KeyValueState,
+    LinearAttention,
+    ShortConv,
+    ShortConvState,
+    SoftmaxAttention,
+)
 from linrope.models import ByteTransformer
 from linrope.rotary import (
     AxialRotary,
@@ -81,6 +88,8 @@ __all__ = [
     "Rotary",
     "Rotation",
     "Scaling",
+    "ShortConv",
+    "ShortConvState",
     "Sigmoid",
     "SoftmaxAttention",
     "SoftmaxExp",

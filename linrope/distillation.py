@@ -9,7 +9,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from linrope.layers import LinearAttention, SoftmaxAttention
-from linrope.layers.heads import split_heads
 from linrope.layers.softmax import softmax_weights
 
 
@@ -73,17 +72,18 @@ def fit_to_softmax(
         raise ValueError(
             f"the kernel of {type(feature_map).__name__} can be 0 or negative, so it has no logarithm to fit"
         )
-    sizes = [(layer.query.in_features, layer.num_heads, layer.causal) for layer in (student, teacher)]
+    sizes = [(layer.query.in_features, layer.num_heads, layer.causal, layer.short_conv) for layer in (student, teacher)]
     if sizes[0] != sizes[1]:
-        raise ValueError(f"(d_model, num_heads, causal) must agree, got {sizes[0]} and {sizes[1]}")
-    for name in ("query", "key", "value", "out"):
+        raise ValueError(f"(d_model, num_heads, causal, short_conv) must agree, got {sizes[0]} and {sizes[1]}")
+    convs = () if student.short_conv is None else ("query_conv", "key_conv", "value_conv")
+    for name in ("query", "key", "value", "out", *convs):
         getattr(student, name).load_state_dict(getattr(teacher, name).state_dict())
     optimizer = torch.optim.AdamW(feature_map.parameters(), lr=learning_rate, weight_decay=0.0)
     losses = []
     for x in inputs:
         positions = torch.arange(x.shape[1], device=x.device)
         with torch.no_grad():
-            query, key = (split_heads(project(x), teacher.num_heads) for project in (teacher.query, teacher.key))
+            query, key, _ = teacher.project(x)
             target = _target(teacher, query, key, positions)
         query, key, log_scale = student.kernel.map_heads(query, key, positions, positions, scaled=True)
         loss = kernel_cross_entropy(query, key, target, key_log_scale=log_scale)

@@ -186,7 +186,7 @@ def test_what_cannot_be_fitted_is_refused():
         fit_to_softmax(LinearAttention(H * D, H, feature_map=EluPlusOne), teacher, [])
     with pytest.raises(ValueError, match="kernel of ReBased can be 0 or negative"):
         fit_to_softmax(LinearAttention(H * D, H, feature_map=ReBased, normalizer="rms"), teacher, [])
-    with pytest.raises(ValueError, match=r"\(24, 2, True\) and \(24, 3, True\)"):
+    with pytest.raises(ValueError, match=r"\(24, 2, True, None\) and \(24, 3, True, None\)"):
         fit_to_softmax(LinearAttention(H * D, 2, feature_map=Hedgehog), teacher, [])
-    with pytest.raises(ValueError, match=r"\(24, 3, False\) and \(24, 3, True\)"):
+    with pytest.raises(ValueError, match=r"\(24, 3, False, None\) and \(24, 3, True, None\)"):
         fit_to_softmax(LinearAttention(H * D, H, feature_map=Hedgehog, causal=False), teacher, [])

@@ -17,7 +17,7 @@ from linrope.attention.reference import reference
 from linrope.attention.state import State, empty_state
 from linrope.diagnostics.measures import Weights
 from linrope.layers import KernelAttention, SoftmaxAttention
-from linrope.layers.heads import project, share_heads
+from linrope.layers.heads import share_heads
 from linrope.layers.softmax import softmax_weights
 from linrope.rotary import LearnedRotary, Rotary, rotated_width
 
@@ -160,7 +160,7 @@ def _softmax_weights(
 ) -> Weights:
     if context is None:
         context_positions = positions
-    query, key, _ = project((layer.query, layer.key, layer.value), layer.head_dim, x, context)
+    query, key, _ = layer.project(x, context, key_mask=key_mask)
     query, key = query.double(), key.double()
     if layer.rotary is not None:
         query, key = layer.rotary.before(query, key, positions, context_positions, key_mask)

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from linrope.attention import Backend, DecayPlacement, Normalizer, State
 from linrope.decay import Decay
 from linrope.feature_maps import EluPlusOne, FeatureMap
-from linrope.layers.heads import head_dim_of, project
+from linrope.layers.heads import Heads, Projections, head_dim_of, project, project_next
 from linrope.layers.kernel import KernelAttention
+from linrope.layers.short_conv import ShortConvState, make_short_convs
 from linrope.rotary import Rotation
 
 
@@ -34,9 +35,12 @@ class LinearAttention(nn.Module):
         num_kv_heads: Heads of keys and values, each of which serves as many heads of queries; h by default.
         decay: As in :class:`KernelAttention`.
         decay_placement: As in :class:`KernelAttention`.
+        short_conv: Width, in tokens, of a causal convolution of projected queries, keys and values each
+            (:class:`ShortConv`); None: no convolution.
 
     Raises:
-        ValueError: ``num_heads`` does not divide ``d_model``, ``num_kv_heads`` not ``num_heads``, or as :class:`KernelAttention`.
+        ValueError: ``num_heads`` does not divide ``d_model``, ``num_kv_heads`` not ``num_heads``, a ``short_conv`` below 2 or
+            where not causal, or as :class:`KernelAttention`.
 
     Source: Su et al. 2021 (arXiv 2104.09864), eq. 19.
     """
@@ -57,6 +61,7 @@ class LinearAttention(nn.Module):
         num_kv_heads: int | None = None,
         decay: Decay | None = None,
         decay_placement: DecayPlacement = "both",
+        short_conv: int | None = None,
     ) -> None:
         super().__init__()
         head_dim = head_dim_of(d_model, num_heads)
@@ -66,6 +71,10 @@ class LinearAttention(nn.Module):
             raise ValueError(f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}")
         widths = (d_model, *[self.num_kv_heads * head_dim] * 2, d_model)
         self.query, self.key, self.value, self.out = (nn.Linear(d_model, width, bias=bias) for width in widths)
+        self.short_conv = short_conv
+        self.query_conv, self.key_conv, self.value_conv = make_short_convs(
+            short_conv, widths[0], widths[1], causal=causal
+        )
         self.kernel = KernelAttention(
             head_dim,
             num_heads,
@@ -103,7 +112,7 @@ class LinearAttention(nn.Module):
         Raises:
             ValueError: Shapes that do not fit; another length of ``context`` where the layer is causal.
         """
-        query, key, value = project((self.query, self.key, self.value), self.head_dim, x, context)
+        query, key, value = self.project(x, context, key_mask=key_mask, offsets=offsets)
         output = self.kernel(
             query,
             key,
@@ -118,11 +127,11 @@ class LinearAttention(nn.Module):
     def stream(
         self,
         x: Float[Tensor, "b n d_model"],
-        state: State | None = None,
+        state: State | ShortConvState | None = None,
         *,
         key_mask: Bool[Tensor, "b n"] | None = None,
         positions: Int[Tensor, "*b n"] | None = None,
-    ) -> tuple[Float[Tensor, "b n d_model"], State]:
+    ) -> tuple[Float[Tensor, "b n d_model"], State | ShortConvState]:
         """Attend from the next tokens to themselves and all before them; returns outputs and the new state.
 
         Args:
@@ -134,9 +143,26 @@ class LinearAttention(nn.Module):
         Raises:
             ValueError: The layer is not causal, or shapes do not fit.
         """
-        query, key, value = project((self.query, self.key, self.value), self.head_dim, x, None)
-        output, state = self.kernel.stream(query, key, value, state, key_mask=key_mask, positions=positions)
-        return self.out(rearrange(output, "b h n e -> b n (h e)")), state
+        heads, before, inputs = project_next(self._projections, x, state, key_mask=key_mask)
+        output, after = self.kernel.stream(*heads, before, key_mask=key_mask, positions=positions)
+        output = self.out(rearrange(output, "b h n e -> b n (h e)"))
+        return output, ShortConvState(after, *inputs) if inputs else after
+
+    def project(
+        self,
+        x: Float[Tensor, "b n d_model"],
+        context: Float[Tensor, "b s d_model"] | None = None,
+        *,
+        key_mask: Bool[Tensor, "b s"] | None = None,
+        offsets: Int[Tensor, " p+1"] | None = None,
+    ) -> Heads:
+        """Queries, keys and values by heads, as they are before any map or rotation; arguments as in :meth:`forward`."""
+        return project(self._projections, x, context, key_mask=key_mask, offsets=offsets)
+
+    @property
+    def _projections(self) -> Projections:
+        convs = (self.query_conv, self.key_conv, self.value_conv)
+        return Projections((self.query, self.key, self.value), convs, self.head_dim)
 
     @property
     def causal(self) -> bool:

@@ -10,7 +10,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from linrope.layers.heads import head_dim_of, next_positions, project
+from linrope.layers.heads import Heads, Projections, head_dim_of, next_positions, project, project_next
+from linrope.layers.short_conv import ShortConvState, make_short_convs
 from linrope.rotary import Rotation, check_streams
 
 
@@ -42,9 +43,12 @@ class SoftmaxAttention(nn.Module):
         rotary: The rotation of queries and keys, or None.
         causal: Whether a token attends to itself and earlier tokens alone.
         bias: Whether the four projections have biases.
+        short_conv: Width, in tokens, of a causal convolution of projected queries, keys and values each
+            (:class:`ShortConv`); None: no convolution.
 
     Raises:
-        ValueError: ``num_heads`` does not divide ``d_model``, a rotation of less than one pair, or one that decays.
+        ValueError: ``num_heads`` does not divide ``d_model``, a rotation of less than one pair or one that decays, or a
+            ``short_conv`` below 2 or where not causal.
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), eq. 1; Su et al. 2021 (arXiv 2104.09864), eq. 16.
     """
@@ -57,6 +61,7 @@ class SoftmaxAttention(nn.Module):
         rotary: Rotation | None = None,
         causal: bool = True,
         bias: bool = False,
+        short_conv: int | None = None,
     ) -> None:
         super().__init__()
         head_dim = head_dim_of(d_model, num_heads)
@@ -66,6 +71,8 @@ class SoftmaxAttention(nn.Module):
             raise ValueError(
                 f"{type(rotary).__name__} decays with distance, which is for the numerator of linear attention"
             )
+        self.short_conv = short_conv
+        self.query_conv, self.key_conv, self.value_conv = make_short_convs(short_conv, d_model, d_model, causal=causal)
         self.rotary = None if rotary is None else rotary.for_width(head_dim)
 
     def forward(
@@ -78,7 +85,7 @@ class SoftmaxAttention(nn.Module):
         context_positions: Int[Tensor, "*b s"] | None = None,
     ) -> Float[Tensor, "b n d_model"]:
         """Attend from ``x`` to ``context``, or to itself; arguments as in :meth:`LinearAttention.forward`."""
-        query, key, value = project((self.query, self.key, self.value), self.head_dim, x, context)
+        query, key, value = self.project(x, context, key_mask=key_mask)
         n, s = query.shape[2], key.shape[2]
         if self.causal and n != s:
             raise ValueError(
@@ -99,33 +106,49 @@ class SoftmaxAttention(nn.Module):
     def stream(
         self,
         x: Float[Tensor, "b n d_model"],
-        state: KeyValueState | None = None,
+        state: KeyValueState | ShortConvState | None = None,
         *,
         key_mask: Bool[Tensor, "b n"] | None = None,
         positions: Int[Tensor, "*b n"] | None = None,
-    ) -> tuple[Float[Tensor, "b n d_model"], KeyValueState]:
+    ) -> tuple[Float[Tensor, "b n d_model"], KeyValueState | ShortConvState]:
         """Attend from the next tokens to themselves and all before; as :meth:`LinearAttention.stream`."""
         if not self.causal:
             raise ValueError("only a causal layer streams; this one was made with causal=False")
         check_streams(self.rotary)
-        query, key, value = project((self.query, self.key, self.value), self.head_dim, x, None)
+        (query, key, value), before, inputs = project_next(self._projections, x, state, key_mask=key_mask)
         if positions is None:
-            positions = next_positions(x.shape[0], x.shape[1], None if state is None else state.position, x.device)
+            positions = next_positions(x.shape[0], x.shape[1], None if before is None else before.position, x.device)
         if key_mask is None:
             key_mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
         _check_key_mask(key_mask, key)
         if self.rotary is not None:
             query, key = self.rotary.before(query, key, positions, positions)
-        if state is not None:
-            key, value = torch.cat((state.key, key), dim=2), torch.cat((state.value, value), dim=2)
-            key_mask = torch.cat((state.key_mask, key_mask), dim=1)
+        if before is not None:
+            key, value = torch.cat((before.key, key), dim=2), torch.cat((before.value, value), dim=2)
+            key_mask = torch.cat((before.key_mask, key_mask), dim=1)
         output = _masked_attention(query, key, value, key_mask, causal=True)
         if x.shape[1]:
             position = positions.expand(x.shape[:2])[:, -1].long() + 1
         else:
-            position = key.new_zeros(x.shape[0], dtype=torch.long) if state is None else state.position
+            position = key.new_zeros(x.shape[0], dtype=torch.long) if before is None else before.position
         output = self.out(rearrange(output, "b h n e -> b n (h e)"))
-        return output, KeyValueState(key, value, key_mask, position)
+        after = KeyValueState(key, value, key_mask, position)
+        return output, ShortConvState(after, *inputs) if inputs else after
+
+    def project(
+        self,
+        x: Float[Tensor, "b n d_model"],
+        context: Float[Tensor, "b s d_model"] | None = None,
+        *,
+        key_mask: Bool[Tensor, "b s"] | None = None,
+    ) -> Heads:
+        """Queries, keys and values by heads, as they are before any map or rotation; arguments as in :meth:`forward`."""
+        return project(self._projections, x, context, key_mask=key_mask)
+
+    @property
+    def _projections(self) -> Projections:
+        convs = (self.query_conv, self.key_conv, self.value_conv)
+        return Projections((self.query, self.key, self.value), convs, self.head_dim)
 
     def extra_repr(self) -> str:  # noqa: D102
         return f"num_heads={self.num_heads}, causal={self.causal}"
