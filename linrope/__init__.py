@@ -26,13 +26,23 @@ from linrope.feature_maps import (
     Taylor,
     redraw_feature_maps,
 )
-from linrope.layers import KernelAttention, KeyValueState, LinearAttention, SoftmaxAttention
+from linrope.layers import (
+    ALiBi,
+    KernelAttention,
+    KeyValueState,
+    LinearAttention,
+    PositionBias,
+    PositionedKeyValueState,
+    SoftmaxAttention,
+    T5Bias,
+)
 from linrope.models import ByteTransformer
 from linrope.rotary import Rotary, rotate
 
 __all__ = [
     "DPFP",
     "T2R",
+    "ALiBi",
     "ByteTransformer",
     "CosFormer",
     "EluPlusOne",
@@ -49,6 +59,8 @@ __all__ = [
     "LinearAttention",
     "LogFeatureMap",
     "OnePlusCosine",
+    "PositionBias",
+    "PositionedKeyValueState",
     "RandomFourier",
     "ReBased",
     "ReLU",
@@ -59,6 +71,7 @@ __all__ = [
     "Softplus",
     "SquaredReLU",
     "State",
+    "T5Bias",
     "Taylor",
     "linear_attention",
     "redraw_feature_maps",

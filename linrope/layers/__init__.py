@@ -2,6 +2,16 @@
 
 from linrope.layers.kernel import KernelAttention
 from linrope.layers.linear import LinearAttention
-from linrope.layers.softmax import KeyValueState, SoftmaxAttention
+from linrope.layers.position_bias import ALiBi, PositionBias, T5Bias
+from linrope.layers.softmax import KeyValueState, PositionedKeyValueState, SoftmaxAttention
 
-__all__ = ["KernelAttention", "KeyValueState", "LinearAttention", "SoftmaxAttention"]
+__all__ = [
+    "ALiBi",
+    "KernelAttention",
+    "KeyValueState",
+    "LinearAttention",
+    "PositionBias",
+    "PositionedKeyValueState",
+    "SoftmaxAttention",
+    "T5Bias",
+]
