@@ -424,6 +424,41 @@ def test_distillation_knows_the_bias():
     assert fit_to_softmax(student, teacher, [x])[0] == pytest.approx(expected.item(), rel=1e-10)
 
 
+class Window(PositionBias):
+    """A user's bias: nothing three tokens away or more is attended to, and by the first head nothing at all."""
+
+    num_heads = HEADS
+
+    def forward(self, query_positions, key_positions, dtype=torch.float32):
+        far = (query_positions[..., :, None] - key_positions[..., None, :]).abs() > 2
+        bias = torch.zeros(far.shape, dtype=dtype).masked_fill(far, -torch.inf).view(-1, 1, *far.shape[-2:])
+        return torch.cat((torch.full_like(bias, -torch.inf), bias.expand(-1, HEADS - 1, -1, -1)), 1)
+
+
+@causal_or_not
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_bias_may_forbid_keys(causal, masked):
+    layer = SoftmaxAttention(D_MODEL, HEADS, causal=causal, position_bias=Window()).double()
+    x, mask = randn(B, N, D_MODEL, grad=True), torch.ones(B, N, dtype=torch.bool)
+    if masked:
+        mask[0, 3:10] = False  # of the query at 6 nothing is left
+    query, key, value = (heads(layer, linear, x) for linear in (layer.query, layer.key, layer.value))
+    apart = torch.arange(N)[:, None] - torch.arange(N)
+    near = ((apart <= 2) & (apart >= (0 if causal else -2)))[None] & mask[:, None]
+    weight = (query @ key.mT / math.sqrt(D_MODEL / HEADS)).exp() * near[:, None]
+    weight[:, 0] = 0.0
+    total = weight.sum(-1, keepdim=True)
+    expected = (weight / total.masked_fill(total == 0, 1.0)) @ value
+    expected = layer.out(rearrange(expected, "b h n e -> b n (h e)"))
+    output = layer(x, key_mask=mask if masked else None)
+    close(output, expected, 1e-10)
+    close(*(torch.autograd.grad(o.square().sum(), x, retain_graph=True)[0] for o in (output, expected)), 1e-9)
+    if causal:
+        first, state = layer.stream(x[:, :5], key_mask=mask[:, :5])
+        rest, _ = layer.stream(x[:, 5:], state, key_mask=mask[:, 5:])
+        close(torch.cat((first, rest), 1), expected, 1e-10)
+
+
 # Models.
 
 

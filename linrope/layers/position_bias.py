@@ -12,7 +12,8 @@ from torch import Tensor, nn
 class PositionBias(nn.Module, ABC):
     """What the positions of a query and a key add to their logit: softmax(q·k/√d + bias).
 
-    A subclass sets ``num_heads`` and writes ``forward``. All layers that are given one object share it.
+    A subclass sets ``num_heads`` and writes ``forward``. All layers that are given one object share it. A key whose bias is
+    -inf is not attended to.
 
     Attributes:
         num_heads: h.

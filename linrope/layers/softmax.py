@@ -231,13 +231,16 @@ def _masked_attention(
         allowed = allowed & key_mask[:, None, None, :]
         absent = ~key_mask[:, None, :, None]
         key, value = key.masked_fill(absent, 0.0), value.masked_fill(absent, 0.0)
-    nothing = ~allowed.any(-1, keepdim=True)
-    # A softmax over nothing is NaN: such rows attend anywhere, to be set to 0 afterwards.
-    mask = allowed | nothing
-    if bias is not None and s:
-        mask = bias.masked_fill(~mask, -torch.inf)
+    if bias is None or not s:
+        nothing = ~allowed.any(-1, keepdim=True)
+        mask = allowed | nothing
+    else:
+        mask = bias.masked_fill(~allowed, -torch.inf)
+        top = mask.detach().amax(-1, keepdim=True)
+        nothing = top == -torch.inf
         # Relative to the row's largest, which changes no weight: what counts then is small, and in range of any dtype.
-        mask = (mask - mask.detach().amax(-1, keepdim=True)).to(query.dtype)
+        mask = (mask - top).masked_fill(nothing, 0.0).to(query.dtype)
+    # A softmax over nothing is NaN: such rows attend anywhere, to be set to 0 afterwards.
     return scaled_dot_product_attention(query, key, value, attn_mask=mask).masked_fill(nothing, 0.0)
 
 
