@@ -28,12 +28,16 @@ from linrope.feature_maps import (
     redraw_feature_maps,
 )
 from linrope.layers import (
+    ALiBi,
     KernelAttention,
     KeyValueState,
     LinearAttention,
+    PositionBias,
+    PositionedKeyValueState,
     ShortConv,
     ShortConvState,
     SoftmaxAttention,
+    T5Bias,
 )
 from linrope.models import ByteTransformer
 from linrope.rotary import (
@@ -55,6 +59,7 @@ from linrope.rotary import (
 __all__ = [
     "DPFP",
     "T2R",
+    "ALiBi",
     "AxialRotary",
     "ByteTransformer",
     "ConstantDecay",
@@ -81,6 +86,8 @@ __all__ = [
     "LongRoPE",
     "NTKScaling",
     "OnePlusCosine",
+    "PositionBias",
+    "PositionedKeyValueState",
     "RandomFourier",
     "ReBased",
     "ReLU",
@@ -96,6 +103,7 @@ __all__ = [
     "Softplus",
     "SquaredReLU",
     "State",
+    "T5Bias",
     "Taylor",
     "TransNormerDecay",
     "XPos",

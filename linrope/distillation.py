@@ -96,6 +96,7 @@ def fit_to_softmax(
 
 def _target(layer: SoftmaxAttention, query: Tensor, key: Tensor, positions: Tensor) -> Tensor:
     if layer.rotary is not None:
-        query, key = layer.rotary(query, positions), layer.rotary(key, positions)
+        query, key = layer.rotary.before(query, key, positions, positions)
     attended = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
-    return softmax_weights(query, key, attended.tril() if layer.causal else attended)
+    bias = layer.logit_bias(query, key, positions, positions)
+    return softmax_weights(query, key, attended.tril() if layer.causal else attended, bias)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -75,6 +76,10 @@ class LanguageModeling(lightning.LightningModule):
         mesh = self.device_mesh
         if mesh is None or isinstance(next(self.network.parameters()), DTensor):  # it may be called again
             return
+        places = Counter(module for _, module in self.network.named_modules(remove_duplicate=False))
+        for module, times in places.items():
+            if times > 1 and next(module.parameters(recurse=False), None) is not None:  # of several layers: of none
+                fully_shard(module, mesh=mesh["data_parallel"])
         for layers in (module for module in self.network.modules() if isinstance(module, nn.ModuleList)):
             for layer in layers:
                 fully_shard(layer, mesh=mesh["data_parallel"])

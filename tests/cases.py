@@ -29,8 +29,10 @@ from linrope import (
     LongRoPE,
     NTKScaling,
     OnePlusCosine,
+    PositionBias,
     Rotary,
     Rotation,
+    T5Bias,
     YaRN,
     linear_attention,
 )
@@ -54,6 +56,19 @@ MAPS: dict[str, Callable[[int], FeatureMap]] = {
 # One of each kind: elementwise; random, with log-scales, two widths; signed of odd width; learned; with positions;
 # with a kernel that can be negative. What is long is done for these in every run, and for the others where there is time.
 CORE = ("EluPlusOne", "FavorPlus", "FavorPlus-16", "Taylor", "Hedgehog", "CosFormer-floor", "RandomFourier")
+# Every concrete bias that linrope exports, made for a number of heads.
+POSITION_BIASES: dict[str, Callable[[int], PositionBias]] = {
+    **{
+        name: thing
+        for name in linrope.__all__
+        if inspect.isclass(thing := getattr(linrope, name))
+        and issubclass(thing, PositionBias)
+        and not inspect.isabstract(thing)
+    },
+    # Few buckets, so that a few tokens reach the wide ones and the last.
+    "T5Bias-few": partial(T5Bias, num_buckets=6, max_distance=7),
+    "T5Bias-bidirectional": partial(T5Bias, num_buckets=12, max_distance=7, bidirectional=True),
+}
 PLACEMENTS = ("none", "numerator", "before")
 CHUNK_SIZES = (1, 3, 16, 64)
 
@@ -125,6 +140,14 @@ def attention_options(name: str, placement: str, rotary: Rotary | None = None) -
 def make_map(name: str, head_dim: int, dtype: torch.dtype = torch.float64) -> FeatureMap:
     """Return the map, with its parameters in ``dtype``."""
     return MAPS[name](head_dim).to(dtype)
+
+
+def make_bias(name: str, num_heads: int) -> PositionBias:
+    """Return the bias in float64, its parameters, if it has any, drawn at random."""
+    bias = POSITION_BIASES[name](num_heads).double()
+    for parameter in bias.parameters():
+        torch.nn.init.normal_(parameter)
+    return bias
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float64, grad: bool = False) -> Tensor:

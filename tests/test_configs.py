@@ -11,7 +11,7 @@ import yaml
 
 from tasks.compare.plan import read_plan
 from tasks.enwik8.__main__ import main
-from tests.cases import EXPORTED
+from tests.cases import EXPORTED, POSITION_BIASES
 
 ROOT = Path(__file__).parents[1]
 SHRINK = [
@@ -63,9 +63,14 @@ def test_bases_take_a_step(path, tmp_path):
     one_step(tmp_path / "e" / "a" / "seed-0", path)
 
 
+# Overlays for another attention than that of the base come after its own.
+FOR_SOFTMAX = [f"configs/positions/{name}.yaml" for name in ("alibi", "rotary", "t5_bias")]
+
+
 @pytest.mark.parametrize("path", OVERLAYS)
 def test_overlays_take_a_step(path, tmp_path):
-    one_step(tmp_path / "e" / "a" / "seed-0", "configs/enwik8/small.yaml", path)
+    attention = ["configs/attention/softmax.yaml"] if path in FOR_SOFTMAX else []
+    one_step(tmp_path / "e" / "a" / "seed-0", "configs/enwik8/small.yaml", *attention, path)
 
 
 ARMS = {
@@ -74,7 +79,7 @@ ARMS = {
     for arm in read_plan(ROOT / source).arms
 }
 # Every overlay takes its step above; that each goes with each placement takes longer.
-SLOW = [arm for arm in ARMS if arm.startswith("feature_maps: ")]
+SLOW = [arm for arm in ARMS if arm.startswith(("feature_maps: ", "positions: "))]
 
 
 @pytest.mark.parametrize("arm", [pytest.param(arm, marks=pytest.mark.slow if arm in SLOW else ()) for arm in ARMS])
@@ -83,16 +88,22 @@ def test_arms_of_comparisons_take_a_step(arm, tmp_path):
 
 
 def test_overlays_change_what_they_name_and_nothing_else():
-    """A position overlay holds positions and rotation alone, a feature map's the feature map alone."""
+    """A position overlay holds positions, rotation and bias alone, a feature map's the feature map alone."""
     allowed = {
         "feature_maps": {"attention.feature_map", "attention.normalizer"},
-        "positions": {"positions", "attention.rotary", "attention.rotary_placement"},
+        "positions": {"positions", "attention.rotary", "attention.rotary_placement", "attention.position_bias"},
     }
     for folder, keys in allowed.items():
         for path in configs(folder):
             content = yaml.safe_load((ROOT / path).read_text())
             network = content["model"]["network"]["init_args"]
             attention = network.pop("attention", {}).get("init_args", {})
+            if (
+                path == "configs/positions/cosformer.yaml"
+            ):  # a scheme that is a feature map: the very one of that overlay
+                of_map = yaml.safe_load((ROOT / "configs/feature_maps/cosformer.yaml").read_text())
+                of_map = of_map["model"]["network"]["init_args"]["attention"]["init_args"]
+                assert attention.pop("feature_map") == of_map["feature_map"]
             assert set(network) | {f"attention.{key}" for key in attention} <= keys, path
 
 
@@ -108,6 +119,16 @@ def test_every_exported_map_has_an_overlay_and_two_arms():
     used = [path.resolve().relative_to(ROOT).as_posix() for arm in arms for path in arm.configs]
     for path in overlays.values():
         assert used.count(path) == 2, path
+
+
+def test_every_position_overlay_is_in_the_comparison_of_positions():
+    """And every exported position bias has an overlay."""
+    arms = read_plan(ROOT / "configs/compare/positions.yaml").arms
+    used = {path.resolve().relative_to(ROOT).as_posix() for arm in arms for path in arm.configs}
+    assert set(configs("positions")) <= used
+    text = "".join((ROOT / path).read_text() for path in configs("positions"))
+    exported = {type(make(4)).__name__ for make in POSITION_BIASES.values()}
+    assert all(f"class_path: linrope.{name}\n" in text for name in exported)
 
 
 def test_paper_yaml_holds_the_papers_numbers():

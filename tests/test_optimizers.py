@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
+from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from linrope import ByteTransformer
+from linrope import ByteTransformer, SoftmaxAttention, T5Bias
+from tasks.language_modeling import LanguageModeling
 from tasks.optimizers import MuonAdamW, split_parameters
 
 BETAS = (0.8, 0.9)
@@ -42,6 +46,23 @@ def test_every_parameter_has_one_place_and_the_right_one():
     assert readout == {"head.weight"}
     assert hidden | readout | others == set(names.values())
     assert {"embedding.weight", "position_embedding.weight", "norm.weight"} <= others
+
+
+@pytest.mark.parametrize("muon", [True, False])
+def test_the_table_of_a_position_bias_is_adamws_and_does_not_decay(muon):
+    """One that two layers share is one parameter, in one place."""
+    bias = T5Bias(2)
+    attention = partial(SoftmaxAttention, num_heads=2, position_bias=bias)
+    task = LanguageModeling(ByteTransformer(num_layers=2, d_model=8, attention=attention), muon=muon)
+    task.trainer = SimpleNamespace(estimated_stepping_batches=10)
+    optimizer = task.configure_optimizers()["optimizer"]
+    owner = optimizer.parts["adamw"] if muon else optimizer
+    assert isinstance(owner, torch.optim.AdamW)
+    decays = [group["weight_decay"] for group in owner.param_groups for p in group["params"] if p is bias.table.weight]
+    assert decays == [0.0]
+    everywhere = [p for group in optimizer.param_groups for p in group["params"]]
+    assert sum(p is bias.table.weight for p in everywhere) == 1
+    assert len(everywhere) == len(list(task.parameters()))
 
 
 def test_steps_are_those_of_the_two_apart():

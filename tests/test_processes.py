@@ -49,23 +49,34 @@ STRATEGIES = {
 }
 
 
-def fit(home: Path, name: str, *more: str, strategy: str | None = None, crash_at: int | None = None) -> Path:
-    """Train six steps, projections redrawn at the second, fourth and sixth."""
+def fit(
+    home: Path,
+    name: str,
+    *more: str,
+    strategy: str | None = None,
+    crash_at: int | None = None,
+    attention: list[str] | None = None,
+) -> Path:
+    """Train six steps, projections redrawn at the second, fourth and sixth; or those of another ``attention``."""
     data = home / "bytes"
     if not data.exists():
         data.write_bytes(bytes(range(256)) * 80)  # 20,480 bytes: 1,024 to validate on
         (home / "notes.py").write_text(NOTES)
     run_dir = home / name / "arm" / "seed-0"
+    if attention is None:
+        attention = [
+            "--model.network.attention.feature_map=linrope.FavorPlus",
+            "--model.network.attention.feature_map.redraw_interval=2",
+            "--trainer.callbacks=notes.Notes",
+            f"--trainer.callbacks.folder={home / name / 'notes'}",
+        ]
     own = [
         f"--data.path={data}",
         "--trainer.limit_val_batches=null",
         "--trainer.max_steps=6",
         "--trainer.val_check_interval=3",
         "--model.network.num_layers=2",
-        "--model.network.attention.feature_map=linrope.FavorPlus",
-        "--model.network.attention.feature_map.redraw_interval=2",
-        "--trainer.callbacks=notes.Notes",
-        f"--trainer.callbacks.folder={home / name / 'notes'}",
+        *attention,
         "--model.muon=false",
         f"--run_dir={run_dir}",
     ]
@@ -185,3 +196,16 @@ def test_all_processes_skip_where_one_is_not_finite(home, strategy):
 def test_muon_on_sharded_matrices_is_refused(home):
     with pytest.raises(RuntimeError, match=r"error: Muon takes whole matrices.*--model.muon=false"):
         fit(home, "fsdp2-muon", "--model.muon=true", strategy="fsdp2")
+
+
+def test_a_table_that_layers_share_is_trained_as_in_one_process(home):
+    overlays = [f"--config=configs/{overlay}.yaml" for overlay in ("attention/softmax", "positions/t5_bias")]
+    alone, *together = (
+        fit(home, f"{strategy}-table", strategy=strategy, attention=overlays) for strategy in ("one", "ddp", "fsdp2")
+    )
+    for run_dir in together:
+        assert_equal(run_dir, alone)
+    tables = [table for name, table in weights(alone).items() if name.endswith("position_bias.table.weight")]
+    assert len(tables) == 2
+    assert torch.equal(*tables)
+    assert tables[0].any()

@@ -9,9 +9,11 @@ from tests.cases import (
     CAUSAL_PATHS,
     MAPS,
     PLACEMENTS,
+    POSITION_BIASES,
     attention_options,
     close,
     epsilon_of,
+    make_bias,
     make_map,
     mapped,
     mostly_slow,
@@ -263,6 +265,11 @@ def test_a_stream_takes_as_many_keys_as_queries():
 
 # Layers.
 
+
+def with_bias(name, d_model, num_heads):
+    return SoftmaxAttention(d_model, num_heads, rotary=Rotary(), position_bias=make_bias(name, num_heads))
+
+
 LAYERS = {
     f"{name}-{placement}": partial(LinearAttention, **attention_options(name, placement))
     for name in MAPS
@@ -270,6 +277,7 @@ LAYERS = {
 } | {
     "softmax": SoftmaxAttention,
     "softmax-rotary": partial(SoftmaxAttention, rotary=Rotary()),
+    **{f"softmax-{name}": partial(with_bias, name) for name in POSITION_BIASES},
     "unnormalized": partial(LinearAttention, rotary=Rotary(), normalizer=None),
     "rms": partial(LinearAttention, rotary=Rotary(), normalizer="rms"),
     "FavorPlus-rms": partial(LinearAttention, feature_map=MAPS["FavorPlus"], normalizer="rms"),

@@ -171,7 +171,7 @@ def _softmax_weights(
         )
     _check_length(max_tokens, query, key)
     attended = _attended(query, key, key_mask, layer.causal, None)
-    weights = softmax_weights(query, key, attended)
+    weights = softmax_weights(query, key, attended, layer.logit_bias(query, key, positions, context_positions))
     return Weights(weights, attended, _apart(query, key, positions, context_positions), weights, None)
 
 
