@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -84,6 +85,20 @@ def read_rows(path: Path) -> list[LengthRow]:
     if not rows:
         raise RunError(f"{path}: nothing was measured yet")
     return rows
+
+
+def read_data(path: Path) -> str:
+    """What was measured on, as length.json says it.
+
+    Raises:
+        RunError: It is not there, or is not what ``tasks.enwik8 length`` writes.
+    """
+    try:
+        content = json.loads(path.read_text())
+        data, split = content["data"], content["settings"]["split"]
+        return f"{data['name']}, {data['bytes']:,} bytes of the {split} split"
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise RunError(f"{path}: not what tasks.enwik8 length writes ({type(error).__name__}: {error})") from None
 
 
 def _row(cells: dict[str, str]) -> LengthRow:

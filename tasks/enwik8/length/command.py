@@ -12,13 +12,13 @@ from jsonargparse import ArgumentParser
 
 from plots.length_rows import LengthRow
 from plots.runs import RunError
+from tasks.environment import environment
 from tasks.enwik8.corpus import Corpus, load_corpus
 from tasks.enwik8.length.folder import LengthFolder
 from tasks.enwik8.length.measure import Measurement
 from tasks.enwik8.length.plan import Plan
 from tasks.enwik8.length.scalings import find_scalings
 from tasks.enwik8.length.subjects import Subject, data_of, find_subjects
-from tasks.environment import environment
 from tasks.locks import alone
 
 
@@ -79,13 +79,26 @@ def _run(options: Any) -> None:
     size = len(getattr(corpus, plan.split)[: plan.max_bytes])
     for trained in {subject.trained for subject in subjects}:
         plan.check(trained, size)
-    device, home = torch.device(options.device), Path(options.out)
+    device, home = _device(options.device), Path(options.out)
     with alone(home / ".lock", f"another process is measuring into {home}"):
         measured = {"name": corpus.name, "size": corpus.size, "sha256": corpus.sha256, "bytes": size}
         folder = LengthFolder(home, {"settings": plan.settings(), "data": measured})
-        print(f"{plan.split} split of {corpus.name}, {size:,} bytes; {len(subjects)} checkpoints, into {home}", flush=True)
+        print(
+            f"{plan.split} split of {corpus.name}, {size:,} bytes; {len(subjects)} checkpoints, into {home}", flush=True
+        )
         for number, subject in enumerate(subjects, start=1):
-            _measure(f"[{number}/{len(subjects)}] {subject.arm} · seed {subject.seed}", subject, plan, corpus, device, folder)
+            _measure(
+                f"[{number}/{len(subjects)}] {subject.arm} · seed {subject.seed}", subject, plan, corpus, device, folder
+            )
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise RunError(f"--device {name}: {str(error).splitlines()[0]}") from None
+    return device
 
 
 def _measure(

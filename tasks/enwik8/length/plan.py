@@ -7,7 +7,6 @@ from typing import Any
 
 from linrope.rotary import Scaling
 from plots.runs import RunError
-from tasks.enwik8.length.scalings import name_of
 
 METHOD = {
     "windows": "non-overlapping windows, each from nothing; every target of the split scored once, float64 sums",
@@ -56,6 +55,8 @@ class Plan:
         for name, factors in (("factors", self.factors), ("finetune_factor", (self.finetune_factor,))):
             if min(factors) < 1:
                 raise RunError(f"--{name} must be at least 1, the trained length, got {min(factors):g}")
+        if self.max_bytes is not None and self.max_bytes < 2:
+            raise RunError(f"--max_bytes must be at least 2, one to see and one to predict, got {self.max_bytes}")
         if self.finetune_steps < 0:
             raise RunError(f"--finetune_steps must not be negative, got {self.finetune_steps}")
         if self.finetune_learning_rate is not None and not self.finetune_learning_rate > 0:
@@ -87,4 +88,5 @@ class Plan:
 
     def settings(self) -> dict[str, Any]:
         """All of it as plain values."""
-        return {**vars(self), "factors": list(self.factors), "scalings": [name_of(kind) for kind in self.scalings]}
+        paths = [f"{kind.__module__}.{kind.__qualname__}" for kind in self.scalings]
+        return {**vars(self), "factors": list(self.factors), "scalings": paths}
