@@ -102,11 +102,19 @@ def read_data(path: Path) -> str:
 
 
 def _row(cells: dict[str, str]) -> LengthRow:
-    whole = ("seed", "trained", "finetune_steps", "window", "position_from", "position_to", "targets")
     return LengthRow(
-        **{name: cells[name] for name in ("run", "arm", "scaling", "evaluation")},
-        **{name: int(cells[name]) for name in whole},
+        run=cells["run"],
+        arm=cells["arm"],
+        seed=int(cells["seed"]),
+        trained=int(cells["trained"]),
+        scaling=cells["scaling"],
         factor=float(cells["factor"]) if cells["factor"] else None,
+        finetune_steps=int(cells["finetune_steps"]),
+        evaluation=cells["evaluation"],
+        window=int(cells["window"]),
+        position_from=int(cells["position_from"]),
+        position_to=int(cells["position_to"]),
+        targets=int(cells["targets"]),
         bpc=float(cells["bpc"]),
     )
 

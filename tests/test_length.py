@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import shutil
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 
@@ -16,7 +17,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from linrope import ByteTransformer, LinearAttention, LinearScaling, Rotary, SoftmaxAttention, redraw_feature_maps
+from linrope import (
+    ByteTransformer,
+    DynamicNTKScaling,
+    LinearAttention,
+    LinearScaling,
+    Llama3Scaling,
+    NTKScaling,
+    Rotary,
+    SoftmaxAttention,
+    YaRN,
+    redraw_feature_maps,
+)
 from plots import length as plot
 from plots.checkpoints import load_checkpoint, load_network
 from plots.length_rows import LengthRow, by_position, by_window, read_rows, rows_as_csv
@@ -41,15 +53,15 @@ CASES = [f"{name}-{placement}" for name in CORE for placement in PLACEMENTS] + [
 TEXT = np.frombuffer(np.random.default_rng(0).bytes(61), dtype=np.uint8)
 
 
-def network_of(case: str) -> ByteTransformer:
+def network_of(case: str, scaling=None) -> ByteTransformer:
     """One layer of an attention, in float64."""
     name, _, placement = case.rpartition("-")
-    rotary = None if placement == "none" else Rotary()
+    rotary = None if placement == "none" else Rotary(scaling=scaling)
 
     def attention(d_model: int):
         if name == "softmax":
             return SoftmaxAttention(d_model, 2, rotary=rotary)
-        return LinearAttention(d_model, 2, **attention_options(name, placement))
+        return LinearAttention(d_model, 2, **attention_options(name, placement, rotary))
 
     torch.manual_seed(0)
     network = ByteTransformer(num_layers=1, d_model=16, attention=attention).double().eval()
@@ -121,21 +133,52 @@ def test_bins_cover_every_position_once(trained, longest):
 # --- scalings
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if not c.endswith("-none")])
-def test_a_scaled_network_rotates_by_the_scaled_angles(case, monkeypatch):
-    """Dividing frequencies by 4 is dividing positions by 4, which an integer position 4p undoes."""
-    network, tokens = network_of(case), torch.tensor(TEXT[None, :20].astype(np.int64))
-    layer = network.blocks[0].attention
-    x = torch.randn(1, 9, 16, dtype=torch.float64)
+ROTATED = [case for case in CASES if not case.endswith("-none")]
+# As they should be made for windows of 4 times the trained length of 16, with what the network then uses.
+SCALINGS = {
+    LinearScaling: LinearScaling(4.0),
+    NTKScaling: NTKScaling(4.0),
+    DynamicNTKScaling: DynamicNTKScaling(4.0, 16),
+    YaRN: YaRN(4.0, 16),
+    Llama3Scaling: Llama3Scaling(4.0, 16),
+}
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+@pytest.mark.parametrize("case", ROTATED)
+def test_a_scaled_network_is_the_one_made_with_that_scaling(case, kind):
+    network, tokens = network_of(case), torch.tensor(TEXT[None, :60].astype(np.int64))
     with torch.no_grad():
-        before, plain = network(tokens), layer(x, positions=torch.arange(9))
-        with scaled(network, LinearScaling, 4.0, 16):
-            within, stretched = network(tokens), layer(x, positions=4 * torch.arange(9))
+        before, expected = network(tokens), network_of(case, SCALINGS[kind])(tokens)
+        with scaled(network, kind, 4.0, 16):
+            within = network(tokens)
+            rotations = [module for module in network.modules() if isinstance(module, Rotary)]
         after = network(tokens)
-    if "CosFormer" not in case:  # whose map knows positions, too
-        close(stretched, plain, 1e-9)
+    assert [rotary.scaling for rotary in rotations] == [SCALINGS[kind]]
+    close(within, expected, 1e-12)
     assert not torch.allclose(within, before, rtol=1e-6)
     assert torch.equal(after, before)
+
+
+@pytest.mark.parametrize("case", ROTATED)
+def test_positions_four_times_as_far_undo_a_linear_scaling_by_four(case):
+    layer = network_of(case).blocks[0].attention
+    x = torch.randn(1, 9, 16, dtype=torch.float64)
+    with torch.no_grad():
+        plain = layer(x, positions=torch.arange(9))
+        with scaled(layer, LinearScaling, 4.0, 16):
+            stretched = layer(x, positions=4 * torch.arange(9))
+    if "CosFormer" not in case:  # whose map knows positions, too
+        close(stretched, plain, 1e-9)
+
+
+def test_the_rotation_is_restored_after_an_error():
+    network = network_of("EluPlusOne-numerator")
+    rotary = network.blocks[0].attention.kernel.rotary
+    with suppress(ZeroDivisionError), scaled(network, YaRN, 2.0, 16):
+        assert network.blocks[0].attention.kernel.rotary is not rotary
+        raise ZeroDivisionError
+    assert network.blocks[0].attention.kernel.rotary is rotary
 
 
 # --- the command
@@ -320,7 +363,7 @@ ERRORS = {
     "no path": (("--runs", "runs"), ["--scalings", "YaRN"], "no class YaRN"),
     "no scaling": (("--runs", "runs"), ["--scalings", "linrope.Rotary"], "linrope.Rotary is no scaling"),
     "twice": (("--runs", "runs"), ["--scalings", *["linrope.LinearScaling"] * 2], "names LinearScaling twice"),
-    "wants more": (("--runs", "runs"), ["--scalings", "linrope.LongRoPE"], "what there is to give is factor"),
+    "wants more": (("--runs", "runs"), ["--scalings", "linrope.LongRoPE"], "is made of short_factor, long_factor, original_seq_len"),
     "too long": (("--runs", "runs"), ["--factors", "1", "32"], "300 bytes here, too few for a window of 512 inputs"),
     "cut too short": (("--runs", "runs"), ["--max_bytes", "64"], "64 bytes here, too few for a window of 64"),
     "factor": (("--runs", "runs"), ["--factors", "0.5", "2"], "--factors must be at least 1, the trained length, got 0.5"),
@@ -343,6 +386,26 @@ def test_bad_calls_get_one_message_and_a_status(case, experiment, tmp_path, caps
     assert message.count("\n") == 1
     assert words in message
     assert not (tmp_path / "out/length.csv").exists()
+
+
+def test_a_scaling_that_follows_the_length_is_not_streamed(experiment, tmp_path, capsys):
+    call = ["--factors", "2", "--scalings", "linrope.DynamicNTKScaling", "linrope.NTKScaling"]
+    assert measure(experiment, tmp_path / "out", given=("--runs", "runs"), base=call) == 0
+    rows = read_rows(tmp_path / "out/length.csv")
+    streamed = {row.scaling for row in rows if row.evaluation == "stream"}
+    assert streamed == {"none", "NTKScaling"}
+    assert "scaling DynamicNTKScaling: no state is carried: " in capsys.readouterr().out
+
+
+def test_softmax_is_not_streamed(experiment, tmp_path, capsys):
+    overlays = ["--config=configs/attention/softmax.yaml", "--config=configs/positions/rotary.yaml"]
+    base = [TINY[0], *overlays, *TINY[1:], f"--data.path={experiment / 'text'}"]
+    assert train(tmp_path / "runs/softmax/seed-0", base=base) == 0
+    call = ["--factors", "1", "2", "--scalings", "linrope.YaRN"]
+    assert measure(experiment, tmp_path / "out", given=("--runs", tmp_path / "runs"), base=call) == 0
+    rows = read_rows(tmp_path / "out/length.csv")
+    assert {(row.scaling, row.evaluation) for row in rows} == {("none", "windows"), ("YaRN", "windows")}
+    assert "no state is carried: softmax attention's is every key" in capsys.readouterr().out
 
 
 def test_learned_positions_end_where_they_end(experiment, tmp_path, capsys):

@@ -14,7 +14,10 @@ METHOD = {
         "the state carried from piece to piece of the trained length through the whole split, positions growing; "
         "scalings are given the largest factor; not for softmax attention, whose state is every key"
     ),
-    "factor": "of a scaling: the window over the trained length, whatever the network was fine-tuned with",
+    "factor": (
+        "of a scaling: the window over the trained length, whatever the network was fine-tuned with; "
+        "DynamicNTKScaling, which grows with the text by itself, gets it too"
+    ),
     "position": "place of a prediction's last input in its window, from 0; position_to is excluded",
     "finetune": (
         "the run's optimizer settings and seed, warm-up and decay within these steps, moments from nothing, batches "

@@ -86,5 +86,6 @@ def scaled(network: nn.Module, kind: type[Scaling] | None, factor: float, traine
 
 def _rotations(network: nn.Module) -> Iterator[tuple[nn.Module, Rotary]]:
     for module in network.modules():
-        if isinstance(rotary := getattr(module, "rotary", None), Rotary):
-            yield module, rotary
+        for name, child in module.named_children():  # others show it as a property of theirs
+            if name == "rotary" and isinstance(child, Rotary):
+                yield module, child
