@@ -67,7 +67,8 @@ def _variant(arm: str) -> str:
 def figure(rows: Sequence[LengthRow], title: str, data: str = "") -> Figure:
     """Make the picture: above bpc against the length of windows, below by position in the longest; a column for each panel.
 
-    Lines are means over seeds, bands their 95% t-intervals. What lies far above the rest leaves a panel at its top.
+    Lines are means over seeds, bands their 95% t-intervals. What lies far above the rest leaves a panel at its top,
+    where an arrow says so.
 
     Args:
         rows: Of one state of training, at least one.
@@ -91,6 +92,8 @@ def figure(rows: Sequence[LengthRow], title: str, data: str = "") -> Figure:
             _panel(axis, curves, looks, {row.trained for _, of in lines for row in of})
             axis.set_xlabel(xlabel, fontsize=8)
             axis.set_title(name, fontsize=9, color=INK, parse_math=False)
+            if any((curve.mean > high).any() for _, curve in curves):
+                axis.text(0.98, 1.0, "↑", transform=axis.transAxes, ha="right", va="bottom", color=FAINT)
     for across in axes:
         across[0].set_ylabel("bits per byte (bpc)")
     handles = [_handle(looks[f"line, {label}"], label) for label in labels]
@@ -157,7 +160,7 @@ def _canvas(columns: int, labels: int, title: str, subtitle: str) -> tuple[Figur
 
 
 def _legend_columns(columns: int) -> int:
-    return max(2, min(8, columns * 2 - 1))
+    return max(2, min(7, 2 * columns - 2))
 
 
 def _panel(axis: Axes, curves: Sequence[tuple[str, LengthCurve]], looks: dict[str, Style], trained: set[int]) -> None:

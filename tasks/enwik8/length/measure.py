@@ -15,7 +15,7 @@ from plots.length_rows import LengthRow
 from tasks.enwik8.corpus import Corpus
 from tasks.enwik8.length.finetune import Recipe, finetuned, recipe_for
 from tasks.enwik8.length.plan import Plan
-from tasks.enwik8.length.scalings import name_of, rotates, scaled
+from tasks.enwik8.length.scalings import follows_length, name_of, rotates, scaled
 from tasks.enwik8.length.score import Scored, at_once, bins, in_pieces, score
 from tasks.enwik8.length.subjects import Subject
 from tasks.language_modeling import NonFiniteError
@@ -64,6 +64,8 @@ class Measurement:
         scalings = [None, *(self.plan.scalings if rotates(self.network) else ())]
         if self.plan.scalings and len(scalings) == 1:
             self._note("there is no rotation to scale")
+        if self._why_no_state is not None:
+            self._note(f"no state is carried: {self._why_no_state}")
         for scaling in scalings:
             self._evaluate(_Case(self.network, scaling))
         for scaling in scalings if self.recipe else ():
@@ -97,24 +99,30 @@ class Measurement:
         if longest is not None:
             factor, window, scored = longest
             self._add(case, factor, "windows", scored, bins(trained, window))
-            self._carry(case, factor)
+            if self._why_no_state is None:
+                self._carry(case, factor)
+
+    @property
+    def _why_no_state(self) -> str | None:
+        if not hasattr(self.network, "stream"):
+            return f"{type(self.network).__name__} has no stream()"
+        if any(isinstance(module, SoftmaxAttention) for module in self.network.modules()):
+            return "softmax attention's is every key, as in one long window"
+        return None
 
     def _carry(self, case: _Case, factor: float) -> None:
-        """Carry the state through the split, if there is one that does not grow."""
-        network, span = case.network, len(self.split) - 1
-        if not hasattr(network, "stream"):
-            self._note(f"{case}: no state is carried: {type(network).__name__} has no stream()")
-            return
-        if any(isinstance(module, SoftmaxAttention) for module in network.modules()):
-            self._note(f"{case}: no state is carried: softmax attention's is every key, as in one long window")
-            return
+        """Carry the state through the split."""
+        trained, span = self.subject.trained, len(self.split) - 1
         try:
-            with scaled(network, case.scaling, factor, self.subject.trained):
-                scored = score(in_pieces(network, self.subject.trained), self.split, span, self.device)
+            with scaled(case.network, case.scaling, factor, trained):
+                if follows_length(case.network):
+                    self._note(f"{case}: no state is carried: its frequencies change with the length of the text")
+                    return
+                scored = score(in_pieces(case.network, trained), self.split, span, self.device)
         except ValueError as error:
             self._note(f"{case}: no state is carried: {error}")
             return
-        self._add(case, factor, "stream", scored, [(0, span), *bins(self.subject.trained, span)])
+        self._add(case, factor, "stream", scored, [(0, span), *bins(trained, span)])
         self.say(f"{case}: state carried over {span:,} bytes: {scored.bpc(0, span):.4f} bpc")
 
     def _add(

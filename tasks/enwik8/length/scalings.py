@@ -57,6 +57,11 @@ def rotates(network: nn.Module) -> bool:
     return any(True for _ in _rotations(network))
 
 
+def follows_length(network: nn.Module) -> bool:
+    """Whether a rotation's frequencies change with the length of the text, so that no state can be carried."""
+    return any(rotary.is_dynamic for _, rotary in _rotations(network))
+
+
 @contextmanager
 def scaled(network: nn.Module, kind: type[Scaling] | None, factor: float, trained: int) -> Iterator[None]:
     """Let every rotation in ``network`` be scaled as long as the block lasts; None leaves them as they are.
