@@ -21,11 +21,13 @@ from plots.files import save_figure
 from plots.length_rows import UNSCALED, LengthCurve, LengthRow, by_position, by_window, read_data, read_rows
 from plots.length_table import table
 from plots.runs import RunError
-from plots.styles import FAINT, INK, PAPER, Style, styles
+from plots.styles import DASHES, FAINT, INK, PAPER, Style, styles
 
 _PANEL_WIDTH, _PANEL_HEIGHT = 2.0, 2.3  # inches
 _MARGIN, _TOP, _BETWEEN, _BELOW, _LEGEND_ROW = 0.62, 0.95, 0.62, 0.5, 0.2
 _HIGHEST = 2.0  # times the least bpc of a row of panels: what lies above says no more than that it lies there
+
+_AS_TRAINED, _BESIDE = "as trained", " (nothing to scale)"
 
 Line = tuple[str, list[LengthRow]]
 
@@ -49,8 +51,8 @@ def panels(rows: Sequence[LengthRow]) -> dict[str, list[Line]]:
         scaled = [arm for arm in members if len(arms[arm]) > 1]
         beside = [(_variant(arm), arms[arm][UNSCALED]) for arm in members if arm not in scaled]
         for arm in scaled:
-            named = [("as trained" if name == UNSCALED else name, of) for name, of in arms[arm].items()]
-            found[arm] = [*named, *((f"{label} (nothing to scale)", of) for label, of in beside)]
+            named = [(_AS_TRAINED if name == UNSCALED else name, of) for name, of in arms[arm].items()]
+            found[arm] = [*named, *((f"{label}{_BESIDE}", of) for label, of in beside)]
         if not scaled:
             found[family] = beside
     return found
@@ -77,7 +79,7 @@ def figure(rows: Sequence[LengthRow], title: str, data: str = "") -> Figure:
     """
     columns = panels(rows)
     labels = list(dict.fromkeys(label for lines in columns.values() for label, _ in lines))
-    looks = styles([f"line, {label}" for label in labels])
+    looks = _looks(labels)
     made, axes = _canvas(len(columns), len(labels), title, _described(rows, data))
     for across, curve_of, xlabel in zip(
         axes,
@@ -96,7 +98,7 @@ def figure(rows: Sequence[LengthRow], title: str, data: str = "") -> Figure:
                 axis.text(0.98, 1.0, "↑", transform=axis.transAxes, ha="right", va="bottom", color=FAINT)
     for across in axes:
         across[0].set_ylabel("bits per byte (bpc)")
-    handles = [_handle(looks[f"line, {label}"], label) for label in labels]
+    handles = [_handle(looks[label], label) for label in labels]
     made.legend(
         handles=handles, ncols=_legend_columns(len(columns)), loc="lower center", frameon=False, fontsize=8,
         handlelength=3.2,
@@ -127,6 +129,15 @@ def draw(rows: Sequence[LengthRow], stem: Path, data: str = "") -> list[Path]:
                 figure(chosen, title, data), stem.with_name(stem.name + ("_finetuned" if steps else ""))
             )
     return paths
+
+
+def _looks(labels: Sequence[str]) -> dict[str, Style]:
+    """Ink for a network as it was trained, grey for what stands beside it, hues for scalings, or for arms."""
+    beside = [label for label in labels if label.endswith(_BESIDE)]
+    named = [label for label in labels if label not in (_AS_TRAINED, *beside)]
+    looks = dict(zip(named, styles([f"line, {label}" for label in named]).values(), strict=True))
+    looks |= {label: Style(FAINT, DASHES[(number + 2) % len(DASHES)], "x") for number, label in enumerate(beside)}
+    return looks | {_AS_TRAINED: Style(INK, "-", "o")}
 
 
 def _described(rows: Sequence[LengthRow], data: str) -> str:
@@ -166,7 +177,7 @@ def _legend_columns(columns: int) -> int:
 def _panel(axis: Axes, curves: Sequence[tuple[str, LengthCurve]], looks: dict[str, Style], trained: set[int]) -> None:
     axis.set_xscale("log", base=2)
     for label, curve in curves:
-        look = looks[f"line, {label}"]
+        look = looks[label]
         axis.fill_between(
             curve.x, curve.mean - curve.half, curve.mean + curve.half, color=look.color, alpha=0.13, linewidth=0
         )

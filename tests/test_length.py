@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import shutil
+import signal
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
@@ -35,7 +36,7 @@ from plots.length_rows import LengthRow, by_position, by_window, read_rows, rows
 from plots.length_table import table
 from plots.runs import RunError
 from tasks.enwik8.__main__ import main
-from tasks.enwik8.data import crop_starts
+from tasks.enwik8.data import CropBatches, crop_starts
 from tasks.enwik8.length.command import parser
 from tasks.enwik8.length.finetune import finetuned, recipe_for
 from tasks.enwik8.length.measure import Measurement
@@ -310,6 +311,19 @@ def test_an_interrupted_call_goes_on(experiment, measured, tmp_path, monkeypatch
     assert (tmp_path / "out/length.csv").read_text() == (measured / "length.csv").read_text()
 
 
+def test_an_interrupted_fine_tuning_ends_the_call(experiment, tmp_path, monkeypatch, capsys):
+    def interrupted(self, index):
+        raise KeyboardInterrupt
+
+    handler = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(CropBatches, "__getitem__", interrupted)
+    try:
+        assert measure(experiment, tmp_path / "out") == 130
+    finally:
+        signal.signal(signal.SIGINT, handler)  # which the trainer has set aside
+    assert "The same command goes on" in capsys.readouterr().err
+
+
 def test_a_folder_of_other_settings_is_refused(experiment, measured, capsys):
     before = (measured / "length.csv").read_text()
     for changed, words in {
@@ -540,6 +554,15 @@ def test_the_trained_length_is_marked_in_every_panel():
         (mark,) = [line for line in axis.lines if line.get_label().startswith("_")]
         assert list(mark.get_xdata()) == [16, 16]
         assert "trained" in [text.get_text().strip() for text in axis.texts]
+
+
+def test_no_two_lines_look_alike():
+    scalings = ["none", *(kind.__name__ for kind in SCALINGS)]
+    axis = plot.figure(rows_of({"elu, none": ["none"], "elu, fixed": ["none"], "elu, before": scalings}), "").axes[0]
+    lines = [line for line in axis.lines if not line.get_label().startswith("_")]
+    assert len({line.get_color() for line in lines[:6]}) == 6
+    # matplotlib's own words for dashes: an offset and lengths, where they are not "-"
+    assert len({(line.get_color(), str(line._unscaled_dash_pattern), line.get_marker()) for line in lines}) == 8
 
 
 def test_without_scalings_a_family_has_one_panel():

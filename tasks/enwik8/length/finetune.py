@@ -104,5 +104,8 @@ def finetuned(network: nn.Module, recipe: Recipe, split: UInt8[np.ndarray, " n"]
             callbacks=[Randomness(recipe.seed, recipe.steps_before)],
         )
         order = CountFrom(lambda: recipe.steps_before * accumulated)
-        trainer.fit(module, DataLoader(batches, batch_size=None, sampler=order))
+        try:
+            trainer.fit(module, DataLoader(batches, batch_size=None, sampler=order))
+        except SystemExit:  # so the trainer ends after Ctrl-C
+            raise KeyboardInterrupt from None
     return module.network.to(device).eval()
