@@ -440,6 +440,23 @@ def test_learned_positions_end_where_they_end(experiment, tmp_path, capsys):
         assert any(words in note for note in entry["notes"])
 
 
+@pytest.mark.slow
+def test_a_network_of_others_is_measured_as_far_as_it_goes(experiment, tmp_path):
+    """PerformerLM asserts that a text is no longer than ``max_seq_len``, and carries no state."""
+    size = [f"--model.network.{name}" for name in ("max_seq_len=32", "depth=1", "dim=16", "dim_head=8")]
+    data = ["--data.seq_len=16", "--data.batch_size=2", f"--data.path={experiment / 'text'}"]
+    trainer = [option for option in TINY if option.startswith("--trainer")]
+    base = [TINY[0], "--config=configs/networks/performer_lm.yaml", *trainer, *size, *data]
+    assert train(tmp_path / "runs/performer/seed-0", base=base) == 0
+    assert measure(experiment, tmp_path / "out", given=("--runs", tmp_path / "runs")) == 0
+    rows = read_rows(tmp_path / "out/length.csv")
+    assert {(row.evaluation, row.window, row.finetune_steps) for row in rows} == {
+        ("windows", window, steps) for window in (16, 32) for steps in (0, 2)
+    }
+    (entry,) = json.loads((tmp_path / "out/length.json").read_text())["checkpoints"].values()
+    assert "no state is carried: PerformerLM has no stream()" in entry["notes"]
+
+
 # --- fine-tuning
 
 
