@@ -39,7 +39,7 @@ def load_network(path: Path) -> nn.Module:
     if made is None:
         raise RunError(f"{path} does not say how its network was made; was it written by tasks.enwik8 fit?")
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--network", type=nn.Module)
+    parser.add_subclass_arguments(nn.Module, "network", fail_untyped=False)  # as in training: PerformerLM has no types
     network = parser.instantiate(parser.parse_object({"network": made}))["network"]
     weights = {k.removeprefix("network."): v for k, v in checkpoint["state_dict"].items() if k.startswith("network.")}
     network.load_state_dict(weights)

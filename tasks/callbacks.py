@@ -27,15 +27,16 @@ class Randomness(Callback):
 
     Args:
         seed: Of the run.
+        steps_before: Optimizer steps of an earlier training that this one is counted on from.
     """
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, seed: int, steps_before: int = 0) -> None:
+        self.seed, self.steps_before = seed, steps_before
         self._step = self._batch = 0
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._step = trainer.global_step
-        self._batch = trainer.global_step * trainer.accumulate_grad_batches
+        self._batch = (self.steps_before + trainer.global_step) * trainer.accumulate_grad_batches
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *args: Any) -> None:
         torch.manual_seed(hash((self.seed, self._batch, trainer.global_rank)) & (2**63 - 1))
@@ -44,7 +45,7 @@ class Randomness(Callback):
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *args: Any) -> None:
         if trainer.global_step != self._step:
             self._step = trainer.global_step
-            redraw_feature_maps(pl_module, self._step)
+            redraw_feature_maps(pl_module, self.steps_before + self._step)
 
 
 class Claim(Callback):

@@ -1,4 +1,4 @@
-"""``python -m tasks.enwik8 fit|validate|test``: byte models from the command line."""
+"""``python -m tasks.enwik8 fit|validate|test|length``: byte models from the command line."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from plots.runs import RunError
 from tasks.callbacks import Claim, ProgressBar, Randomness, Recorder
 from tasks.checkpoints import Checkpoints, WholeFiles
 from tasks.enwik8.data import ByteData
+from tasks.enwik8.length.command import main as length
 from tasks.language_modeling import LanguageModeling, NonFiniteError
 from tasks.run_directory import RunDirectory
 
@@ -225,6 +226,9 @@ def main(args: Sequence[str] | None = None) -> int:
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
     warnings.filterwarnings("ignore", module="lightning")
+    given = list(sys.argv[1:] if args is None else args)
+    if given[:1] == ["length"]:  # no subcommand of the trainer's, and it trains nothing that is kept
+        return length(given[1:])
     try:
         with ExitStack() as at_end:
             Enwik8CLI(args, at_end)
