@@ -88,10 +88,13 @@ def test_arms_of_comparisons_take_a_step(arm, tmp_path):
 
 
 def test_overlays_change_what_they_name_and_nothing_else():
-    """A position overlay holds positions, rotation and bias alone, a feature map's the feature map alone."""
+    """A position overlay holds positions, rotation, decay and bias alone, a feature map's the feature map alone."""
     allowed = {
         "feature_maps": {"attention.feature_map", "attention.normalizer"},
-        "positions": {"positions", "attention.rotary", "attention.rotary_placement", "attention.position_bias"},
+        "positions": {
+            "positions",
+            *(f"attention.{name}" for name in ("rotary", "rotary_placement", "position_bias", "decay", "decay_placement")),
+        },
     }
     for folder, keys in allowed.items():
         for path in configs(folder):

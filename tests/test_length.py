@@ -139,7 +139,7 @@ ROTATED = [case for case in CASES if not case.endswith("-none")]
 SCALINGS = {
     LinearScaling: LinearScaling(4.0),
     NTKScaling: NTKScaling(4.0),
-    DynamicNTKScaling: DynamicNTKScaling(4.0, 16),
+    DynamicNTKScaling: DynamicNTKScaling(16),
     YaRN: YaRN(4.0, 16),
     Llama3Scaling: Llama3Scaling(4.0, 16),
 }
@@ -377,7 +377,7 @@ ERRORS = {
     "no path": (("--runs", "runs"), ["--scalings", "YaRN"], "no class YaRN"),
     "no scaling": (("--runs", "runs"), ["--scalings", "linrope.Rotary"], "linrope.Rotary is no scaling"),
     "twice": (("--runs", "runs"), ["--scalings", *["linrope.LinearScaling"] * 2], "names LinearScaling twice"),
-    "wants more": (("--runs", "runs"), ["--scalings", "linrope.LongRoPE"], "is made of short_factor, long_factor, original_seq_len"),
+    "wants more": (("--runs", "runs"), ["--scalings", "linrope.LongRoPE"], "needs short_factor, long_factor, original_seq_len, but"),
     "too long": (("--runs", "runs"), ["--factors", "1", "32"], "300 bytes here, too few for a window of 512 inputs"),
     "cut too short": (("--runs", "runs"), ["--max_bytes", "64"], "64 bytes here, too few for a window of 64"),
     "factor": (("--runs", "runs"), ["--factors", "0.5", "2"], "--factors must be at least 1, the trained length, got 0.5"),

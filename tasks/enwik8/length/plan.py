@@ -16,7 +16,7 @@ METHOD = {
     ),
     "factor": (
         "of a scaling: the window over the trained length, whatever the network was fine-tuned with; "
-        "DynamicNTKScaling, which grows with the text by itself, gets it too"
+        "DynamicNTKScaling grows with the text by itself"
     ),
     "position": "place of a prediction's last input in its window, from 0; position_to is excluded",
     "finetune": (

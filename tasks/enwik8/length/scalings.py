@@ -20,7 +20,7 @@ def find_scalings(paths: Sequence[str]) -> list[type[Scaling]]:
     """Import classes of scalings.
 
     Raises:
-        RunError: A path leads to nothing, or to what is no scaling; a class wants more than a factor and the trained
+        RunError: A path leads to nothing, or to what is no scaling; a class needs more than a factor and the trained
             length; one is given twice.
     """
     found = [_find(path) for path in paths]
@@ -37,14 +37,18 @@ def _find(path: str) -> type[Scaling]:
         raise RunError(f"--scalings: no class {path} ({error}); expected one like linrope.YaRN") from None
     if not (inspect.isclass(kind) and issubclass(kind, Scaling)) or inspect.isabstract(kind):
         raise RunError(f"--scalings: {path} is no scaling; expected a class made from linrope.rotary.Scaling")
-    parameters = inspect.signature(kind).parameters
-    more = [p.name for p in parameters.values() if p.default is p.empty and p.name not in _GIVEN]
-    if more or "factor" not in parameters:
+    needed = _needed(kind)
+    if not set(needed) <= set(_GIVEN):
         raise RunError(
-            f"--scalings: {path} is made of {', '.join(parameters)}, but what there is to give is "
+            f"--scalings: {path} needs {', '.join(needed)}, but what there is to give is "
             f"{' and '.join(_GIVEN)}: the window over the trained length, and that length"
         )
     return kind
+
+
+def _needed(kind: type[Scaling]) -> list[str]:
+    """Arguments that have no default: a scaling that grows with the text by itself wants no factor."""
+    return [p.name for p in inspect.signature(kind).parameters.values() if p.default is p.empty]
 
 
 def name_of(kind: type[Scaling] | None) -> str:
@@ -68,7 +72,7 @@ def scaled(network: nn.Module, kind: type[Scaling] | None, factor: float, traine
 
     Args:
         network: Whose modules hold a :class:`linrope.Rotary` as ``rotary``.
-        kind: A class that takes ``factor`` and perhaps ``original_seq_len``.
+        kind: A class that needs ``factor``, ``original_seq_len`` or both.
         factor: How many times ``trained`` there is to be read.
         trained: Tokens of a window in training.
 
@@ -78,9 +82,8 @@ def scaled(network: nn.Module, kind: type[Scaling] | None, factor: float, traine
     before = list(_rotations(network))
     try:
         if kind is not None:
-            takes = inspect.signature(kind).parameters
             given = {"factor": factor, "original_seq_len": trained}
-            scaling = kind(**{name: value for name, value in given.items() if name in takes})
+            scaling = kind(**{name: given[name] for name in _needed(kind)})
             for module, rotary in before:
                 module.rotary = rotary.with_scaling(scaling)
         yield
