@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from linrope.diagnostics import attention_weights
-from linrope.rotary import inv_freq, rotated_width
+from linrope.rotary import Rotary, inv_freq, rotated_width
 from plots.checkpoints import load_network, real_text, run_name
 from plots.files import save_figure
 from plots.runs import RunError
@@ -153,7 +153,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             learned = learned_decay(network, tokens)
             layer: Any = network.get_submodule(next(iter(learned)))
             width = rotated_width(layer.feature_map.num_features, layer.rotary.fraction)
-            bases = [layer.rotary.base]
+            if isinstance(layer.rotary, Rotary) and isinstance(layer.rotary.base, float) and not layer.rotary.scaling:
+                bases = [layer.rotary.base]
+            elif options.base is None:
+                raise RunError(f"{layer.rotary} has no one base for the bound: give --base")
             text = options.text.name if options.text else "Python's help texts"
             source = f"{run_name(options.ckpt)}, 4 × {options.distances} bytes of {text}"
         pictures = draw(

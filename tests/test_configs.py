@@ -93,7 +93,10 @@ def test_overlays_change_what_they_name_and_nothing_else():
         "feature_maps": {"attention.feature_map", "attention.normalizer"},
         "positions": {
             "positions",
-            *(f"attention.{name}" for name in ("rotary", "rotary_placement", "position_bias", "decay", "decay_placement")),
+            *(
+                f"attention.{name}"
+                for name in ("rotary", "rotary_placement", "position_bias", "decay", "decay_placement")
+            ),
         },
     }
     for folder, keys in allowed.items():

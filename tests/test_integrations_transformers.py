@@ -346,12 +346,46 @@ def test_models_that_cannot_be_replaced_are_left_as_they_were():
         replace_attention(T5Model(T5Config(vocab_size=V, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)))
     with pytest.raises(ValueError, match="rotates by itself: pass rotary_placement='numerator'"):
         replace_attention(llama(), rotary=Rotary())
-    scaled = llama(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0})
+    scaled = llama(rope_parameters={"rope_type": "proportional", "factor": 2.0, "rope_theta": 10_000.0})
     names = set(scaled.state_dict())
-    with pytest.raises(ValueError, match="rotation is scaled"):
+    with pytest.raises(ValueError, match=r"rotation is scaled \(proportional\)"):
         replace_attention(scaled, rotary_placement="numerator")
     assert set(scaled.state_dict()) == names
     assert scaled.config._attn_implementation != "linrope"
+
+
+SCALED = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 3.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 3.0},
+    "llama3": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "low_freq_factor": 0.5,
+        "high_freq_factor": 3.0,
+    },
+    "longrope": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0, 1.5, 2.0, 2.5],
+        "long_factor": [2.0, 3.0, 4.0, 5.0],
+    },
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_a_scaled_rotation_is_taken_over_as_it_is(kind):
+    """Its frequencies are the model's own, in a text as long as it was made for and in a longer one."""
+    rope = {"rope_type": kind, "rope_theta": 300.0, **SCALED[kind]}
+    model = llama(rope_parameters=rope, max_position_embeddings=32)
+    replace_attention(model, rotary_placement="numerator")
+    rotary, own = model.model.layers[0].self_attn.linrope.rotary, model.model.rotary_emb
+    for n in (10, 60):
+        own(torch.zeros(1, n, 1), torch.arange(n)[None])  # dynamic ones follow the text
+        width = 2 * len(own.inv_freq)
+        assert_close(rotary.inv_freq(width, n), own.inv_freq.double(), rtol=1e-6, atol=0)
+    assert rotary.pairing == "half"
 
 
 @pytest.mark.parametrize("make", [gpt2, llama, roformer])

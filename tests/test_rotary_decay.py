@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from linrope import ByteTransformer, LinearAttention, Rotary
+from linrope import ByteTransformer, LearnedRotary, LinearAttention, NTKScaling, Rotary
+from plots import rotary_decay
 from plots.rotary_decay import decay_bound, draw, learned_decay, main
 
 
@@ -104,3 +105,13 @@ def test_what_cannot_be_drawn_gets_one_message(tmp_path, capsys, given, message)
     assert main([*given, "--out", str(tmp_path / "decay")]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("rotary", [Rotary([10.0, 20.0]), Rotary(scaling=NTKScaling(2.0)), LearnedRotary()])
+def test_a_rotation_of_more_than_a_base_wants_one_for_the_bound(tmp_path, capsys, monkeypatch, rotary):
+    monkeypatch.setattr(rotary_decay, "load_network", lambda path: network(rotary=rotary))
+    call = ["--ckpt", "runs/e/a/seed-0/checkpoints/last.ckpt", "--distances", "8", "--out", str(tmp_path / "decay")]
+    assert main(call) == 2
+    assert "has no one base for the bound: give --base" in capsys.readouterr().err
+    assert main([*call, "--base", "20"]) == 0
+    assert "base 20" in (tmp_path / "decay.svg").read_text()

@@ -19,6 +19,7 @@ from transformers.models.roformer.modeling_roformer import RoFormerSelfAttention
 from linrope.attention import Backend, Normalizer
 from linrope.feature_maps import EluPlusOne, FeatureMap, redraw_feature_maps
 from linrope.integrations.transformers.interface import NAME, attend
+from linrope.integrations.transformers.rotations import rotation_of
 from linrope.layers.heads import split_heads
 from linrope.layers.kernel import KernelAttention
 from linrope.rotary import Rotary, Rotation
@@ -88,7 +89,7 @@ def replace_attention(
         model: One of them, or what holds some; changed in place.
         feature_map: As in :class:`linrope.KernelAttention`.
         rotary: A rotation of self-attention for models that have none. For Llama and RoFormer, which rotate by
-            themselves, the rotation in the numerator, with the model's own base where it is None.
+            themselves, the rotation in the numerator, with the model's own base and scaling where it is None.
         rotary_placement: ``"before"`` leaves a Llama's or RoFormer's rotation where it is, before the map; ``"numerator"``
             takes it over: mapped queries and keys turn, in the numerator alone, and nothing turns before.
         normalizer: As in :class:`linrope.KernelAttention`.
@@ -99,8 +100,8 @@ def replace_attention(
 
     Raises:
         ValueError: A model of another kind or one replaced already, one that has cross-attention and rotates, a
-            rotation that is scaled or would happen twice, or as :class:`linrope.KernelAttention`; then nothing is
-            changed.
+            rotation that would happen twice or is scaled in a way that is not known here, or as
+            :class:`linrope.KernelAttention`; then nothing is changed.
     """
     kinds = (GPT2Attention, BertSelfAttention, BertCrossAttention, LlamaAttention, RoFormerSelfAttention)
     old = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
@@ -118,7 +119,7 @@ def replace_attention(
         is_cross = isinstance(module, BertCrossAttention) or getattr(module, "is_cross_attention", False)
         turn = None if is_cross else rotary  # what is attended to has positions of its own
         if rotates and rotary_placement == "numerator":
-            turn = rotary or _rotation_of(module)
+            turn = rotary or (Rotary() if isinstance(module, RoFormerSelfAttention) else rotation_of(module.config))
         elif rotates and rotary is not None:
             raise ValueError(
                 f"{type(model).__name__} rotates by itself: pass rotary_placement='numerator', or no rotary"
@@ -166,18 +167,6 @@ def _leave_unrotated(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         return args, kwargs
     cos, sin = kwargs["position_embeddings"]
     return args, kwargs | {"position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
-
-
-def _rotation_of(module: Any) -> Rotary:
-    """The rotation that a Llama or RoFormer makes, for any width."""
-    if isinstance(module, RoFormerSelfAttention):
-        return Rotary()
-    rope = getattr(module.config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") != "default":
-        raise ValueError(
-            f"this model's rotation is scaled ({rope['rope_type']}): pass the rotary that is to replace it"
-        )
-    return Rotary(rope.get("rope_theta", 10_000.0), pairing="half")
 
 
 def _heads(module: Any) -> tuple[int, int]:
