@@ -10,7 +10,17 @@ from einops import rearrange
 from torch import nn
 from torch.testing import assert_close
 
-from linrope import ByteTransformer, FavorPlus, FeatureMap, KernelAttention, LinearAttention, Rotary, SoftmaxAttention
+from linrope import (
+    ByteTransformer,
+    DynamicNTKScaling,
+    FavorPlus,
+    FeatureMap,
+    KernelAttention,
+    LearnedRotary,
+    LinearAttention,
+    Rotary,
+    SoftmaxAttention,
+)
 from linrope.diagnostics import QUANTILES, Weights, attention_weights, diagnose
 from linrope.integrations.torch import LinearMultiheadAttention
 from tests.cases import MAPS, PLACEMENTS, attention_options, close, mostly_slow, randn
@@ -50,6 +60,33 @@ def test_without_a_normalizer_and_in_packed_rows():
     offsets = torch.tensor([0, 4, 4, N])
     found = weights_of(layer, query, key, value, offsets=offsets)
     close(found.weights @ value, layer(query, key, value, offsets=offsets), 1e-10)
+
+
+def test_packed_rows_under_a_rotation_that_follows_their_length():
+    layer = KernelAttention(4, 2, rotary=Rotary(scaling=DynamicNTKScaling(2))).double()
+    query, key, value = (randn(1, 2, N, 4) for _ in range(3))
+    found = weights_of(layer, query, key, value)
+    close(found.weights @ value, layer(query, key, value), 1e-10)
+    with pytest.raises(ValueError, match="diagnose them one by one"):
+        weights_of(layer, query, key, value, offsets=torch.tensor([0, 4, N]))
+
+
+@pytest.mark.parametrize("placement", ["before", "numerator"])
+def test_learned_frequencies(placement):
+    options = {"num_features": 8} if placement == "numerator" else {}
+    layer = KernelAttention(
+        4,
+        2,
+        rotary=LearnedRotary(**options),
+        rotary_placement=placement,
+        feature_map=lambda d: FavorPlus(d, num_features=8),
+    ).double()
+    query, key, value = (randn(1, 2, N, 4) for _ in range(3))
+    found = weights_of(layer, query, key, value)
+    close(found.weights @ value, layer(query, key, value), 1e-9)
+    # Beside softmax with the frequencies that they begin as, in float32.
+    fixed = KernelAttention(4, 2, rotary=Rotary()).double()
+    close(found.softmax, weights_of(fixed, query, key, value).softmax, 1e-5)
 
 
 def test_cross_attention_and_softmax():

@@ -75,6 +75,8 @@ def _kernel_weights(
 ) -> Weights:
     causal = layer.causal if causal is None else causal
     if offsets is not None:
+        if layer.rotary is not None and layer.rotary.is_dynamic:
+            raise ValueError(f"packed sequences under {layer.rotary} have frequencies each; diagnose them one by one")
         query_positions = packed_positions(offsets) if query_positions is None else query_positions
         key_positions = query_positions if key_positions is None else key_positions
     if causal:  # what comes later changes nothing

@@ -30,7 +30,8 @@ def rotation_of(config: Any) -> Rotary:
 
 
 def _scaling(rope: dict[str, Any], config: Any) -> Scaling | None:
-    kind, factor = rope.get("rope_type", "default"), rope.get("factor")
+    kind: str = rope.get("rope_type", "default")
+    factor: Any = rope.get("factor")
     longest = config.max_position_embeddings
     trained = rope.get("original_max_position_embeddings", longest)
     if kind == "default":
