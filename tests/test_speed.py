@@ -13,7 +13,7 @@ import torch
 from linrope import ByteTransformer
 from plots import speed as picture
 from tasks.speed import __main__ as speed
-from tasks.speed import attention, growth, streaming, training
+from tasks.speed import attention, growth, positions, streaming, training
 from tasks.speed.memory import peak_of
 from tasks.speed.rows import Row, interleaved, limit_operations, matmul_rate
 
@@ -144,6 +144,18 @@ def test_networks_of_the_training_section_are_of_one_size():
     assert len(ours.blocks) == len(theirs.performer.net.layers) == 4
     assert ours.blocks[0].attention.feature_map.num_features == 16
     assert theirs.performer.net.layers[0][0].fn.fast_attention.nb_features == 16
+
+
+@pytest.mark.parametrize("kind", positions.SCHEMES)
+def test_schemes_of_positions_differ_in_their_own_parameters_alone(kind):
+    """Frequencies of 32 pairs and a table of 32 buckets for 4 heads, in all layers or one; 3 x 4 taps a feature and layer."""
+    own = {"numerator, learned frequencies": 4 * 32, "T5 bias": 32 * 4, "none, short convolutions": 4 * 3 * 256 * 4}
+    sizes = {}
+    for name, make in positions.SCHEMES[kind].items():
+        network = ByteTransformer(num_layers=4, d_model=256, attention=make)
+        sizes[name] = sum(p.numel() for p in network.parameters())
+        assert sizes[name] - sizes["none"] == own.get(name, 0), name
+        assert all(seconds > 0 for seconds in positions.step(make, 8, CPU)())
 
 
 def test_a_streamed_state_is_where_it_is_said_to_be():

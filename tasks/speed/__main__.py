@@ -26,13 +26,14 @@ from rich.text import Text
 from plots.files import write_whole
 from plots.speed import draw
 from tasks.environment import environment
-from tasks.speed import attention, growth, startup, streaming, training
+from tasks.speed import attention, growth, positions, startup, streaming, training
 from tasks.speed.memory import keep_freed_memory
 from tasks.speed.rows import Row
 
 SECTIONS: dict[str, Callable[[torch.device, bool], Iterable[Row]]] = {
     "attention": attention.measure,
     "training": training.measure,
+    "positions": positions.measure,
     "streaming": streaming.measure,
     "growth": growth.measure,
     "import": lambda device, quick: startup.measure(quick),
@@ -42,6 +43,7 @@ SECTIONS: dict[str, Callable[[torch.device, bool], Iterable[Row]]] = {
 TITLES = {
     "attention": "attention: forward, and total with backward, float32; b batch, h heads, n tokens, m features, e values",
     "training": "training: one step with AdamW, float32; memory: what the step adds to the peak",
+    "positions": "positions: one model with each scheme, forward, and total with backward, float32",
     "streaming": "streaming: one token more in one layer; memory: of the state",
     "growth": "growth: one layer, d 256, 4 heads, forward, and total with backward; memory: what they add to the peak",
     "import": "import",

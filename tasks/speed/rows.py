@@ -17,7 +17,7 @@ class Row:
     """What one contender took in one case.
 
     Attributes:
-        section: What is measured: "attention", "training", "streaming", "growth" or "import".
+        section: What is measured: "attention", "training", "positions", "streaming", "growth" or "import".
         case: Under which conditions: sizes, a position.
         contender: Who.
         n: Tokens, where the length varies.
