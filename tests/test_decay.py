@@ -148,6 +148,16 @@ def test_blocks_join_without_a_seam(n, placement):
     close(attend(*inputs, **options), true(*inputs, **options), 1e-10)
 
 
+@both_placements
+def test_positions_may_leap(placement):
+    """Over a million tokens all is forgotten, and nothing overflows."""
+    inputs, at = inputs_of(), torch.tensor([0, 1, 2, 3, 4, 10**6, 10**6 + 1, *range(2 * 10**6, 2 * 10**6 + 6)])
+    options = {"rotary": XPos(), "log_decay": LOG_DECAY, "placement": placement}
+    close(attend(*inputs, positions=at, **options), true(*inputs, positions=at, **options), 1e-10)
+    output = attend(*(x if x is None else x.float() for x in inputs), positions=at, **options)
+    close(output.double(), true(*inputs, positions=at, **options), 1e-4)
+
+
 # C1
 @every_path
 @both_placements

@@ -13,8 +13,13 @@ from linrope import (
     FavorPlus,
     LearnedRotary,
     LinearAttention,
+    LinearScaling,
+    Llama3Scaling,
+    LongRoPE,
+    NTKScaling,
     Rotary,
     SoftmaxAttention,
+    YaRN,
     linear_attention,
     stream_linear_attention,
 )
@@ -54,6 +59,48 @@ def test_a_rotation_is_a_complex_product(name, batched):
     x, rotary = randn(B, H, N, M), ROTATIONS[name]()
     positions = torch.randint(0, 1000, (B, N) if batched else (N,))
     close(rotary(x, positions), true_turn(rotary, x, positions), 1e-12)
+
+
+SCALINGS = {
+    "none": None,
+    "linear": LinearScaling(4.0),
+    "NTK": NTKScaling(4.0),
+    "dynamic NTK": DynamicNTKScaling(4),
+    "YaRN": YaRN(4.0, 16, beta_fast=2.0),
+    "Llama3": Llama3Scaling(4.0, 16),
+    "LongRoPE": LongRoPE((1.0, 1.5), (2.0, 3.0), 4),
+}
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+@pytest.mark.parametrize("pairing", ["interleaved", "half"])
+@pytest.mark.parametrize("base", [100.0, (10.0, 100.0, 1000.0)], ids=["base", "bases"])
+def test_every_combination(base, pairing, fraction, scaling):
+    """C2, C3, C4, C6 and C10 of all settings at once."""
+    if scaling == "LongRoPE" and fraction == 1.0:
+        scaling = LongRoPE((1.0, 1.5, 2.0, 2.5), (2.0, 3.0, 4.0, 5.0), 4)
+    else:
+        scaling = SCALINGS[scaling]
+    rotary, inputs = Rotary(base, fraction, pairing, scaling), features()
+    rotate, whole = partial(true_turn, rotary), linear_attention(*inputs, rotary=rotary)
+    close(whole, truth(*inputs, rotate=rotate).output, 1e-10)
+    zeros = torch.zeros(N, dtype=torch.long)
+    close(linear_attention(*inputs, rotary=rotary, query_positions=zeros), linear_attention(*inputs), 1e-12)
+    close(linear_attention(*inputs, rotary=rotary, query_positions=torch.arange(N) + 1000), whole, 1e-9)
+    close(whole[:, :, 0], inputs[2][:, :, 0], 1e-12)
+    if not rotary.is_dynamic:
+        first, state = stream_linear_attention(*(x[:, :, :5] for x in inputs), rotary=rotary)
+        rest, _ = stream_linear_attention(*(x[:, :, 5:] for x in inputs), state, rotary=rotary)
+        close(torch.cat((first, rest), dim=2), whole, 1e-10)
+    far, ones = torch.tensor([0, 4096, 65_536, 2**20]), torch.ones(1, H, 4, M)
+    assert (rotary.bfloat16()(ones, far).double() - rotate(ones, far)).abs().max() < 2e-6
+    positions = torch.randint(0, 50, (B, N))
+    rows = linear_attention(*inputs, rotary=rotary, query_positions=positions)
+    louder = [torch.cat((x[:1], 100 * x[1:])) for x in inputs]
+    close(linear_attention(*louder, rotary=rotary, query_positions=positions)[:1], rows[:1], 1e-12)
+    alone = linear_attention(*(x[:1] for x in inputs), rotary=rotary, query_positions=positions[:1])
+    close(alone, rows[:1], 1e-12)
 
 
 # C2, for every path, with gradients also of what is learned.

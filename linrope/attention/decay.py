@@ -12,13 +12,14 @@ from torch import Tensor
 from linrope.attention.inputs import Inputs
 from linrope.attention.state import NO_KEY, State, divide
 from linrope.rotary import Rotation
+from linrope.transforms import is_transformed
 
 DecayPlacement = Literal["numerator", "both"]
 Attend = Callable[[Inputs, State], tuple[Tensor, State]]
 
 # Ages count from the first key of a block: the larger they grow, the less float32 leaves of the fractions of logarithms.
 _BLOCK = 1024
-# Rates of features multiply keys by exp(rate · age): a block ends before its exponent passes this.
+# Rates of features multiply keys by exp(rate · age): a block is so short that its exponents stay within this.
 _LARGEST_EXPONENT = 32.0
 
 
@@ -83,13 +84,18 @@ def decayed(
     rate = None if log_decay is None else -log_decay.to(device, wide)
     of_features = inputs.rotary.rates(m) if isinstance(inputs.rotary, Rotation) else None
     rates = None if of_features is None else torch.tensor(of_features, dtype=wide, device=device)
-    block = n
-    if not isinstance(n, torch.SymInt):
-        block = min(_BLOCK, max(1, int(_LARGEST_EXPONENT / max(of_features)))) if of_features else _BLOCK
     query_at, key_at = (
         (torch.arange(n, device=device) if at is None else at).to(wide).expand(b, n)
         for at in (inputs.query_positions, inputs.key_positions)
     )
+    block = n if isinstance(n, torch.SymInt) else _BLOCK
+    if of_features and not isinstance(n, torch.SymInt):
+        block = min(block, max(1, int(_LARGEST_EXPONENT / max(of_features))))
+        if (
+            inputs.key_positions is not None and n > 1 and not (torch.compiler.is_compiling() or is_transformed())
+        ):  # they may leap
+            while block > 1 and max(of_features) * _longest_span(key_at, block) > 2 * _LARGEST_EXPONENT:
+                block //= 2
     turned = inputs.rotated()
     both = placement == "both" and divides  # where nothing divides, numerators are wanted as they are
     last, outputs = (state.position - 1).to(wide), []
@@ -119,6 +125,12 @@ def decayed(
             state = state._replace(kv=state.kv * kept)
         outputs.append(output)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2), state
+
+
+def _longest_span(positions: Float[Tensor, "b n"], block: int) -> float:
+    """Tokens from the least position of a block to its largest, in the block where they are most."""
+    spans = [part.amax(-1) - part.amin(-1) for part in positions.split(block, dim=1)]
+    return float(torch.stack(spans).max())
 
 
 def _attend_aged(
