@@ -140,7 +140,7 @@ def test_without_a_normalizer_the_numerator_alone_forgets(path, placement, norma
     close(output, true(*inputs, normalizer=normalizer, **options), 1e-10)
 
 
-@pytest.mark.parametrize("n", [1023, 1024, 1025, 2100])
+@pytest.mark.parametrize("n", [1024, 1025, pytest.param(2100, marks=pytest.mark.slow)])
 @both_placements
 def test_blocks_join_without_a_seam(n, placement):
     inputs = [x[:1, :2] for x in inputs_of(n, scaled=True)]
@@ -260,7 +260,7 @@ def test_a_state_is_left_as_it_is_and_rows_go_on_from_positions_of_their_own(pla
 
 
 # No overflow, however long
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", ["native", "chunked"])
 @both_placements
 def test_a_hundred_thousand_tokens_at_nine_tenths(backend, placement, dtype):

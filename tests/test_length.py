@@ -75,7 +75,7 @@ def network_of(case: str, scaling=None) -> ByteTransformer:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("window", [1, 16, 100])
+@pytest.mark.parametrize("window", [1, 16, pytest.param(100, marks=pytest.mark.slow)])
 def test_each_target_costs_what_its_own_prefix_says(case, window):
     network = network_of(case)
     tokens = torch.tensor(TEXT.astype(np.int64))

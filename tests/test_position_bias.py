@@ -338,7 +338,7 @@ def test_a_shift_of_all_positions_changes_nothing(name, rotated, causal, shift):
     close(layer(x, positions=torch.arange(N) + shift), layer(x), 1e-9)
 
 
-@pytest.mark.parametrize("n", [33, 65])
+@pytest.mark.parametrize("n", [33, pytest.param(65, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[] if name in ("ALiBi", "T5Bias") else pytest.mark.slow) for name in POSITION_BIASES],

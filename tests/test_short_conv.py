@@ -478,7 +478,7 @@ def test_items_are_alone(kind):
 
 
 @both_layers
-@pytest.mark.parametrize("n", [33, 65])
+@pytest.mark.parametrize("n", [33, pytest.param(65, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "backend", ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor"))]
 )
