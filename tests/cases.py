@@ -255,7 +255,11 @@ def true_frequencies(rotation: Rotation, width: int, seq_len: float) -> Tensor:
         raise AssertionError(scaling)
 
     if isinstance(rotation, LearnedRotary):
-        return rotation.log_inv_freq.double().exp()  # type: ignore[union-attr]
+        return (
+            rotation.log_inv_freq.double().exp().flatten(0, -2)
+            if rotation.num_heads
+            else rotation.log_inv_freq.double().exp()
+        )  # type: ignore[union-attr]
     bases = rotation.base if isinstance(rotation.base, tuple) else (rotation.base,)  # type: ignore[attr-defined]
     frequencies = torch.tensor([of_base(base) for base in bases], dtype=torch.float64)
     return frequencies if rotation.num_heads else frequencies[0]

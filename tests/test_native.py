@@ -192,13 +192,27 @@ def test_the_operator_keeps_torchs_rules(scaled, turned, divides):
     torch.library.opcheck(attend, arguments(scaled, turned, divides))
 
 
+def differentiate_twice(y, x):
+    (grad,) = torch.autograd.grad(y, x, create_graph=True)
+    return torch.autograd.grad(grad.square().sum(), x)
+
+
 def test_twice_differentiated_is_refused():
     query, key, value = (randn(1, 1, 8, 4).abs().requires_grad_() for _ in range(3))
     for backend in ("native", "chunked"):
         output = linear_attention(query, key, value, backend=backend)
-        (grad,) = torch.autograd.grad(output.sum(), query, create_graph=True)
         with pytest.raises(RuntimeError):
-            grad.sum().backward()
+            differentiate_twice(output.sum(), query)
+
+
+def test_a_second_derivative_around_a_first_is_refused():
+    """A decay is a factor outside too, whose derivative is no more than a part of the whole."""
+    query, key, value = (randn(1, 1, 8, 4).abs() for _ in range(3))
+    log_decay = torch.tensor([-0.3], dtype=torch.float64, requires_grad=True)
+    for backend in ("native", "chunked"):
+        output = linear_attention(query, key, value, backend=backend, log_decay=log_decay)
+        with pytest.raises(RuntimeError):
+            differentiate_twice(output.square().sum(), log_decay)
 
 
 fast = pytest.mark.parametrize("backend", ["native", "chunked"])

@@ -385,7 +385,7 @@ def test_each_layer_learns_frequencies_of_its_own(num_heads):
     model = ByteTransformer(num_layers=2, d_model=H * M, attention=lambda d: LinearAttention(d, H, rotary=settings))
     learned = {name: p for name, p in model.named_parameters() if "log_inv_freq" in name}
     assert len(learned) == 2
-    assert {tuple(p.shape) for p in learned.values()} == {(M // 2,) if num_heads is None else (H, M // 2)}
+    assert {tuple(p.shape) for p in learned.values()} == {(M // 2,) if num_heads is None else (H, 1, M // 2)}
     tokens = torch.randint(0, 256, (2, 9))
     model(tokens).square().mean().backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in learned.values())

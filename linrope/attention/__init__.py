@@ -78,6 +78,10 @@ def linear_attention(
             nothing: for kernels that can be 0 or negative.
         offsets: Sequences packed into one row, b = 1: number i is the tokens from ``offsets[i]`` to
             ``offsets[i + 1]``, attends to itself alone, and counts its positions from 0. Some may be empty.
+        log_decay: ln λ of each head, at most 0: a key at distance p, in tokens, counts λ^p as much. Causal alone; meant
+            for positions that rise, for one behind its query counts more.
+        decay_placement: Whether it counts less in ``"both"`` sums or in the ``"numerator"`` alone, beside a normalizer
+            that forgets nothing. Where nothing divides by the normalizer, they are the same.
 
     Returns:
         The outputs, in the dtype of ``value``.
@@ -202,13 +206,21 @@ def stream_linear_attention(
             key_positions = query_positions
         check_positions("query_positions", query_positions, query_features)
         check_positions("key_positions", key_positions, key_features)
+        if key_positions.is_floating_point():
+            raise ValueError(
+                f"a state's position is a whole number, so key_positions must be, got {key_positions.dtype}"
+            )
         inputs = prepare(
             query_features, key_features, value, rotary, key_mask, query_positions, key_positions, key_log_scale
         )
         backend = choose(backend, inputs.query.dtype, inputs.query.device.type)
         if n == 0:
             return torch.zeros_like(value), state
-        wide = State(state.kv.to(dtype), state.key_sum.to(dtype), state.position, state.log_scale.to(dtype))
+        sums = (x.to(dtype) for x in (state.kv, state.key_sum, state.log_scale))
+        if not torch.is_inference_mode_enabled():  # a training step may go on from a state of inference
+            sums = (x.clone() if x.is_inference() else x for x in sums)
+        kv, key_sum, log_scale = sums
+        wide = State(kv, key_sum, state.position, log_scale)
         decay = log_decay, decay_placement
         output, new_state = _attend(inputs, wide, True, chunk_size, backend, normalizer, decay)
         position = (key_positions[..., -1].long() + 1).expand(b).clone()

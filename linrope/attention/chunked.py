@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from linrope.attention.inputs import Inputs
@@ -72,7 +71,7 @@ class _Chunked(torch.autograd.Function):
         else:
             turned = query if rotated_query is None else rotated_query, key if rotated_key is None else rotated_key
         q, k, v, rq, rk = (_in_chunks(x, c) for x in (query, key, value, *turned))
-        weights = None if log_scale is None else _weigh(log_scale, scale, c)
+        weights = None if log_scale is None else _weigh(log_scale, scale, c, query.dtype)
 
         states, last_kv = _before(kv, _closing(rk, weights).mT @ v, weights)
         scores = _masked(rq @ rk.mT, weights)
@@ -89,12 +88,16 @@ class _Chunked(torch.autograd.Function):
             *(query_turn, key_turn, q, k, rq, rk, v, states, key_sums, scores, inverse, output), *(weights or ())
         )
         ctx.n, ctx.separate = query.shape[2], rotated_query is not None
-        last_scale = scale if weights is None else weights.last_scale
+        last_scale = scale if weights is None else weights.last_scale.to(scale.dtype)
         return _in_row(output, ctx.n), last_kv, last_key_sum, last_scale.clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, grad_kv: Tensor, grad_key_sum: Tensor, _: Tensor) -> tuple[Any, ...]:
+        # With create_graph=True, what is computed around this call would have second derivatives, and this none.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "the chunked backend cannot be differentiated twice: use torch.func's transforms, or backend='reference'"
+            )
         with full_precision(grad_output.device):
             return _Chunked._backward(ctx, grad_output, grad_kv, grad_key_sum)
 
@@ -173,7 +176,8 @@ class _Weights(NamedTuple):
     last_scale: Float[Tensor, "b h"]  # the maximum after the last chunk
 
 
-def _weigh(log_scale: Float[Tensor, "b h n"], first: Float[Tensor, "b h"], c: int) -> _Weights:
+def _weigh(log_scale: Float[Tensor, "b h n"], first: Float[Tensor, "b h"], c: int, dtype: torch.dtype) -> _Weights:
+    # Differences are taken in the dtype of the log-scales: those of a decay are large.
     scale = pad(log_scale, (0, -log_scale.shape[-1] % c), value=NO_KEY)
     top = torch.maximum(scale.cummax(-1).values, first[..., None])
     scale, top = scale.unflatten(-1, (-1, c)), top.unflatten(-1, (-1, c))
@@ -182,10 +186,10 @@ def _weigh(log_scale: Float[Tensor, "b h n"], first: Float[Tensor, "b h"], c: in
     future = torch.ones(c, c, dtype=torch.bool, device=top.device).triu(1)
     return _Weights(
         # Masked before exp: a later key's scale may exceed the maximum so far without bound.
-        inside=(scale[..., None, :] - top[..., None]).masked_fill(future, -torch.inf).exp(),
-        carried=(begin[..., None] - top).exp()[..., None],
-        closing=(scale - end[..., None]).exp()[..., None],
-        decay=(begin - end).exp(),
+        inside=(scale[..., None, :] - top[..., None]).masked_fill(future, -torch.inf).to(dtype).exp(),
+        carried=(begin[..., None] - top).to(dtype).exp()[..., None],
+        closing=(scale - end[..., None]).to(dtype).exp()[..., None],
+        decay=(begin - end).to(dtype).exp(),
         last_scale=end[..., -1],
     )
 

@@ -17,14 +17,12 @@ from linrope.transforms import is_transformed
 DecayPlacement = Literal["numerator", "both"]
 Attend = Callable[[Inputs, State], tuple[Tensor, State]]
 
-# Ages count from the first key of a block: the larger they grow, the less float32 leaves of the fractions of logarithms.
-_BLOCK = 1024
-# Rates of features multiply keys by exp(rate · age): a block is so short that its exponents stay within this.
+# Rates of features multiply keys by exp(rate · age): a block of tokens is so short that the exponent stays within this.
 _LARGEST_EXPONENT = 32.0
 
 
 class _Ages(NamedTuple):
-    """Tokens since the first key of a block."""
+    """Tokens since the first key of a block, in float64, whose fractions last to any position."""
 
     query: Float[Tensor, "b 1 c"]
     key: Float[Tensor, "b 1 c"]
@@ -46,6 +44,11 @@ def check_decay(log_decay: Tensor | None, placement: str, rotary: Any, features:
         raise ValueError(f"decay_placement must be 'numerator' or 'both', got {placement!r}")
     if log_decay is not None and log_decay.shape != features.shape[1:2]:
         raise ValueError(f"log_decay must be (h,) = ({features.shape[1]},), got {tuple(log_decay.shape)}")
+    # On an accelerator one would have to wait for the numbers.
+    if log_decay is not None and log_decay.device.type == "cpu" and not _is_traced():
+        fits = (log_decay <= 0) & log_decay.isfinite()
+        if not fits.all():
+            raise ValueError(f"log_decay must be finite and at most 0, got {log_decay.tolist()}")
     if not causal and forgets(log_decay, rotary, features.shape[-1]):
         raise ValueError(
             "a decay with distance is for causal attention: λ^|t - s| does not split into sums over all keys"
@@ -81,56 +84,94 @@ def decayed(
     b, _, n, m = inputs.query.shape
     device = inputs.query.device
     wide = torch.float32 if device.type == "mps" else torch.float64
-    rate = None if log_decay is None else -log_decay.to(device, wide)
-    of_features = inputs.rotary.rates(m) if isinstance(inputs.rotary, Rotation) else None
-    rates = None if of_features is None else torch.tensor(of_features, dtype=wide, device=device)
     query_at, key_at = (
         (torch.arange(n, device=device) if at is None else at).to(wide).expand(b, n)
         for at in (inputs.query_positions, inputs.key_positions)
     )
-    block = n if isinstance(n, torch.SymInt) else _BLOCK
-    if of_features and not isinstance(n, torch.SymInt):
-        block = min(block, max(1, int(_LARGEST_EXPONENT / max(of_features))))
-        if (
-            inputs.key_positions is not None and n > 1 and not (torch.compiler.is_compiling() or is_transformed())
-        ):  # they may leap
-            while block > 1 and max(of_features) * _longest_span(key_at, block) > 2 * _LARGEST_EXPONENT:
-                block //= 2
-    turned = inputs.rotated()
-    both = placement == "both" and divides  # where nothing divides, numerators are wanted as they are
-    last, outputs = (state.position - 1).to(wide), []
-    for first in range(0, n, block):
-        tokens = slice(first, first + block)
-        query, key, rotated_query, rotated_key, value = (
-            x[:, :, tokens] for x in (inputs.query, inputs.key, *turned, inputs.value)
+    rate = None if log_decay is None else -log_decay.to(device, wide)
+    of_features = inputs.rotary.rates(m) if isinstance(inputs.rotary, Rotation) else None
+    rates = None if of_features is None else torch.tensor(of_features, dtype=wide, device=device)
+    turned = dict(zip(("query", "key"), inputs.rotated(), strict=True))
+    parts = (
+        inputs._replace(**turned, rotary=None),
+        inputs._replace(value=torch.ones_like(inputs.value[..., :1]), rotary=None),
+    )
+    if rates is not None and _is_traced():  # float64 takes exponents in one block that float32 takes in many
+        parts = tuple(
+            part._replace(query=part.query.to(wide), key=part.key.to(wide), value=part.value.to(wide)) for part in parts
         )
-        scale = None if inputs.log_scale is None else inputs.log_scale[:, :, tokens]
-        start = key_at[:, first, None]
-        ages = _Ages(
-            query=(query_at[:, tokens] - start)[:, None],
-            key=(key_at[:, tokens] - start)[:, None],
-            state=torch.where(state.log_scale > NO_KEY, last[:, None] - start, 0.0),
+
+    given, outputs = state, []
+    state = state._replace(log_scale=state.log_scale.to(wide))
+    last = torch.where(state.log_scale > NO_KEY, (state.position - 1).to(wide)[:, None], key_at[:, :1])
+    for tokens in _blocks(inputs, key_at, of_features):
+        start = key_at[:, tokens][:, :1]
+        ages = _Ages((query_at[:, tokens] - start)[:, None], (key_at[:, tokens] - start)[:, None], last - start)
+        rotated, plain = (_part(part, tokens) for part in parts)
+        if rates is not None:
+            rotated, state = _aged_by_feature(rotated, state, ages, rates)
+        output, state = _attend_aged(
+            rotated, plain, state, ages, rate, attend, both=placement == "both" and divides, divides=divides
         )
-        last = key_at[:, tokens][:, -1]
         if rates is not None:
-            rotated_query = rotated_query * (-rates * ages.query[..., None]).exp().to(value.dtype)
-            rotated_key = rotated_key * (rates * ages.key[..., None]).exp().to(value.dtype)
-            kept = (rates * ages.state[..., None]).exp()[..., None].to(value.dtype)
-            state = state._replace(kv=state.kv * kept)
-        plain = Inputs(query, key, value.new_ones(*value.shape[:3], 1), scale, None, None, None)
-        rotated = Inputs(rotated_query, rotated_key, value, scale, None, None, None)
-        output, state = _attend_aged(rotated, plain, state, ages, rate, attend, both=both, divides=divides)
-        if rates is not None:
-            kept = (-rates * ages.key[..., -1:]).exp()[..., None].to(value.dtype)
-            state = state._replace(kv=state.kv * kept)
+            state = _faded(state, rates * ages.key[..., -1:])
+        last = key_at[:, tokens][:, -1:]
         outputs.append(output)
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2), state
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+    kept = (x.to(like.dtype) for x, like in zip(state, given, strict=True))
+    return output.to(inputs.value.dtype), State(*kept)
 
 
-def _longest_span(positions: Float[Tensor, "b n"], block: int) -> float:
+def _is_traced() -> bool:
+    """Whether lengths and numbers may be unknown."""
+    return torch.compiler.is_compiling() or is_transformed()
+
+
+def _blocks(inputs: Inputs, positions: Float[Tensor, "b n"], rates: tuple[float, ...] | None) -> list[slice]:
+    """Tokens that are attended together: all of them, but with rates of features only so many as exponents allow."""
+    if rates is None or not any(rates) or _is_traced():
+        return [slice(None)]
+    n, longest = inputs.query.shape[2], _LARGEST_EXPONENT / max(rates)
+    size = max(1, int(min(longest, n)))
+    if inputs.key_positions is not None and positions.numel():  # they may leap
+        while size > 1 and _span(positions, size) > 2 * longest:
+            size //= 2
+    return [slice(first, first + size) for first in range(0, n, size)]
+
+
+def _span(positions: Float[Tensor, "b n"], size: int) -> float:
     """Tokens from the least position of a block to its largest, in the block where they are most."""
-    spans = [part.amax(-1) - part.amin(-1) for part in positions.split(block, dim=1)]
+    spans = [part.amax(-1) - part.amin(-1) for part in positions.split(size, dim=1)]
     return float(torch.stack(spans).max())
+
+
+def _part(inputs: Inputs, tokens: slice) -> Inputs:
+    scale, mask = inputs.log_scale, inputs.key_mask
+    return Inputs(
+        inputs.query[:, :, tokens],
+        inputs.key[:, :, tokens],
+        inputs.value[:, :, tokens],
+        None if scale is None else scale[:, :, tokens],
+        rotary=None,
+        query_positions=None,
+        key_positions=None,
+        key_mask=None if mask is None else mask[:, tokens],
+    )
+
+
+def _aged_by_feature(rotated: Inputs, state: State, ages: _Ages, rates: Float[Tensor, " m"]) -> tuple[Inputs, State]:
+    """Queries times exp(-rate · age), keys times exp(rate · age), and the state up to the first key of the block."""
+    key_age = ages.key
+    if rotated.key_mask is not None:  # masked keys may stand anywhere
+        key_age = key_age.masked_fill(~rotated.key_mask[:, None], 0.0)
+    query = rotated.query * (-rates * ages.query[..., None]).exp().to(rotated.query.dtype)
+    key = rotated.key * (rates * key_age[..., None]).exp().to(rotated.key.dtype)
+    return rotated._replace(query=query, key=key), _faded(state, -rates * ages.state[..., None])
+
+
+def _faded(state: State, exponents: Float[Tensor, "*b m"]) -> State:
+    """The features of kv times exp(-exponents)."""
+    return state._replace(kv=state.kv * (-exponents).exp()[..., None].to(state.kv.dtype))
 
 
 def _attend_aged(
@@ -145,30 +186,33 @@ def _attend_aged(
     divides: bool,
 ) -> tuple[Tensor, State]:
     """A block whose numerators are those of ``rotated``, and its normalizers those of ``plain``, whose values are 1."""
-    unused = torch.zeros_like(state.key_sum)
-    first, second = state._replace(key_sum=unused), state._replace(key_sum=unused, kv=state.key_sum[..., None])
+    first = state._replace(kv=state.kv.to(rotated.key.dtype), key_sum=torch.zeros_like(state.key_sum))
+    second = first._replace(kv=state.key_sum[..., None])
     scale = plain.log_scale
     if rate is not None:
         aged = rate[:, None] * ages.key
-        rotated = rotated._replace(log_scale=(aged if scale is None else scale + aged).to(state.kv.dtype))
-        first = _grown(first, rate * ages.state)
+        aged = aged if scale is None else scale + aged
+        if plain.key_mask is not None:
+            aged = aged.masked_fill(~plain.key_mask[:, None], NO_KEY)
+        rotated, first = rotated._replace(log_scale=aged), _grown(first, rate * ages.state)
         if both:
-            plain, second = plain._replace(log_scale=rotated.log_scale), _grown(second, rate * ages.state)
+            plain, second = plain._replace(log_scale=aged), _grown(second, rate * ages.state)
     numerator, sums = attend(rotated, first)
     normalizer, key_sums = attend(plain, second)
-    if scale is None and not (both and rate is not None):
-        key_sums = key_sums._replace(log_scale=torch.zeros_like(state.log_scale))
-    if rate is not None:
+    if rate is not None and both:
         to_last = -rate * ages.key[..., -1]
-        if both:
-            sums, key_sums = _grown(sums, to_last), _grown(key_sums, to_last)
-        else:
-            top = _running_maximum(rotated.log_scale, first) - rate[:, None] * ages.query
-            kept = sums.log_scale + to_last - key_sums.log_scale
-            if scale is not None:
-                top = top - _running_maximum(scale, second)
-            numerator = numerator * top.exp()[..., None].to(numerator.dtype)
-            sums = sums._replace(kv=sums.kv * kept.exp()[..., None, None].to(numerator.dtype))
+        sums, key_sums = _grown(sums, to_last), _grown(key_sums, to_last)
+    elif rate is not None:
+        if scale is None:
+            key_sums = key_sums._replace(log_scale=torch.zeros_like(sums.log_scale))
+        top = _running_maximum(rotated.log_scale, first) - rate[:, None] * ages.query
+        kept = sums.log_scale - rate * ages.key[..., -1] - key_sums.log_scale
+        if scale is not None:
+            top = top - _running_maximum(scale, second)
+        numerator = numerator * top.exp()[..., None].to(numerator.dtype)
+        sums = sums._replace(kv=sums.kv * kept.exp()[..., None, None].to(sums.kv.dtype))
+    elif scale is None:
+        key_sums = key_sums._replace(log_scale=torch.zeros_like(sums.log_scale))
     output = divide(numerator, normalizer[..., 0]) if divides else numerator
     return output, State(sums.kv, key_sums.kv[..., 0], state.position, key_sums.log_scale)
 
@@ -177,9 +221,8 @@ def _grown(state: State, exponent: Float[Tensor, "b h"]) -> State:
     """``state`` times exp(exponent), which its log-scale takes; the sums take the gradient, for log-scales have none."""
     constant = exponent.detach()
     if exponent.requires_grad:
-        factor = (exponent - constant).exp()[..., None, None].to(state.kv.dtype)
-        state = state._replace(kv=state.kv * factor)
-    return state._replace(log_scale=(state.log_scale + constant).to(state.log_scale.dtype))
+        state = state._replace(kv=state.kv * (exponent - constant).exp()[..., None, None].to(state.kv.dtype))
+    return state._replace(log_scale=state.log_scale + constant)
 
 
 def _running_maximum(log_scale: Tensor | None, state: State) -> Float[Tensor, "b h c"]:

@@ -7,7 +7,7 @@ from functools import reduce
 from typing import Literal, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from linrope.attention.state import NO_KEY
@@ -29,6 +29,7 @@ class Inputs(NamedTuple):
         query_positions: ``(n,)`` or ``(b, n)``; None: 0, 1, ….
         key_positions: ``(s,)`` or ``(b, s)``; None: 0, 1, ….
         seq_len: Length of each text, where the rotation depends on it.
+        key_mask: True where a key takes part; None: everywhere.
     """
 
     query: Float[Tensor, "b h n m"]
@@ -39,6 +40,7 @@ class Inputs(NamedTuple):
     query_positions: Tensor | None
     key_positions: Tensor | None
     seq_len: Float[Tensor, "*b"] | None = None
+    key_mask: Bool[Tensor, "b s"] | None = None
 
     def rotated(self) -> tuple[Float[Tensor, "b h n m"], Float[Tensor, "b h s m"]]:
         """Queries and keys, turned to their positions."""
@@ -47,11 +49,12 @@ class Inputs(NamedTuple):
         if (turns := self.turns()) is not None:
             return turn_pairs(self.query, turns[0]), turn_pairs(self.key, turns[1])
         if isinstance(self.rotary, Rotation):
-            rotary, seq_len = self.rotary, self.seq_len
-            return (
-                rotary(self.query, self.query_positions, seq_len=seq_len),
-                rotary(self.key, self.key_positions, seq_len=seq_len),
+            length = {} if self.seq_len is None else {"seq_len": self.seq_len}
+            query, key = (
+                self.rotary(self.query, self.query_positions, **length),
+                self.rotary(self.key, self.key_positions, **length),
             )
+            return query, key
         query_at, key_at = (
             torch.arange(x.shape[2], device=x.device) if positions is None else positions
             for x, positions in ((self.query, self.query_positions), (self.key, self.key_positions))
@@ -104,7 +107,7 @@ def prepare(
         key, value = key.masked_fill(absent, 0.0), value.masked_fill(absent, 0.0)
         if log_scale is not None:
             log_scale = log_scale.masked_fill(absent[..., 0], NO_KEY)
-    return Inputs(query, key, value, log_scale, rotary, query_positions, key_positions, seq_len)
+    return Inputs(query, key, value, log_scale, rotary, query_positions, key_positions, seq_len, key_mask)
 
 
 def check_positions(name: str, positions: Tensor | None, features: Tensor) -> None:

@@ -97,6 +97,10 @@ static problem of_head(const problem *all, int64_t b, int64_t h) {
 }
 static REAL *at(const tensor *x, int64_t n) { return x->data + n * x->n; }
 
+/* Log-scales, `log_scale`, `top` and `scale`, are double: they may be large, and their differences count. Their strides
+   are in numbers of REAL too. */
+#define DOUBLE(address) (*(double *)(address))
+
 /* ---- what one head needs beside that ---- */
 
 typedef struct {
@@ -258,22 +262,23 @@ static void row_sums(REAL *partial, REAL *sums) {
 /* Factors that the keys' log-scales ask for, given the maximum before the chunk; all 1 where there are none.
    W_ts: of key s for query t. own_t = W_tt. step_t: of sums up to t - 1, at t. carried_t: of earlier chunks, at t.
    closing_s: of key s, after the chunk. */
-static void weigh(const problem *p, int64_t n, int64_t c, REAL before, workspace *w) {
+static void weigh(const problem *p, int64_t n, int64_t c, double before, workspace *w) {
     for (int t = 0; t < CHUNK; t++) w->own[t] = w->step[t] = w->carried[t] = w->closing[t] = 1;
     w->step[CHUNK] = 1;
     if (!p->scaled) return;
     memset(w->W, 0, CHUNK * CHUNK * sizeof(REAL));
-    REAL top = before;
+    double top = before;
     for (int64_t t = 0; t < c; t++) {
-        REAL scale = *at(&p->log_scale, n + t), last = top, *row = w->W + t * CHUNK;
+        double scale = DOUBLE(at(&p->log_scale, n + t)), last = top;
+        REAL *row = w->W + t * CHUNK;
         if (scale > top) top = scale;
         if (t && top == last) memcpy(row, row - CHUNK, t * sizeof(REAL));
         else
-            for (int64_t s = 0; s < t; s++) row[s] = exp(*at(&p->log_scale, n + s) - top);
-        row[t] = w->own[t] = exp(scale - top);
-        w->step[t] = exp(last - top);
-        w->carried[t] = exp(before - top);
-        *at(&p->top, n + t) = top;
+            for (int64_t s = 0; s < t; s++) row[s] = exp((REAL)(DOUBLE(at(&p->log_scale, n + s)) - top));
+        row[t] = w->own[t] = exp((REAL)(scale - top));
+        w->step[t] = exp((REAL)(last - top));
+        w->carried[t] = exp((REAL)(before - top));
+        DOUBLE(at(&p->top, n + t)) = top;
     }
     memcpy(w->closing, w->W + (c - 1) * CHUNK, c * sizeof(REAL));
 }
@@ -324,7 +329,7 @@ static void walk_keys(int64_t c, const workspace *w, REAL *z, REAL *next, REAL *
 static void forward_head(const problem *p, workspace *w) {
     const int64_t m = p->m, e = p->e, M = w->M, E = w->E, size = state_size(p);
     REAL *S = p->saved.data ? p->saved.data : w->S, *z = p->saved.data ? S + m * E : w->z;
-    REAL top = p->scaled ? *p->scale.data : 0;
+    double top = p->scaled ? DOUBLE(p->scale.data) : 0;
     memset(S, 0, m * E * sizeof(REAL));
     memset(z, 0, M * sizeof(REAL));
     for (int64_t i = 0; i < m; i++) memcpy(S + i * E, at(&p->kv, i), e * sizeof(REAL));
@@ -361,7 +366,7 @@ static void forward_head(const problem *p, workspace *w) {
         if (p->scaled) {
             scale(w->V, CHUNK, E, w->closing, 1);
             for (int64_t i = 0; i < m * E; i++) S_next[i] = w->carried[c - 1] * S[i];
-            top = *at(&p->top, n + c - 1);
+            top = DOUBLE(at(&p->top, n + c - 1));
         }
         product(w, m, E, CHUNK, w->Kt, CHUNK, w->V, E, p->scaled ? S_next : S, S_next, E);
         S = S_next, z = z_next;
@@ -381,7 +386,7 @@ static void backward_head(const problem *p, workspace *w) {
     for (int64_t g = (p->n - 1) / CHUNK; g >= 0; g--) {
         const int64_t n = g * CHUNK, c = least(CHUNK, p->n - n);
         REAL *S = at(&p->saved, g), *z = S + m * E;
-        weigh(p, n, c, !p->scaled ? 0 : g ? *at(&p->top, n - 1) : *p->scale.data, w);
+        weigh(p, n, c, !p->scaled ? 0 : DOUBLE(g ? at(&p->top, n - 1) : p->scale.data), w);
         w->asked = 0;
         const int64_t next = n ? CHUNK : 0;
         ask(w, &p->query, n - CHUNK, next, m);

@@ -44,7 +44,8 @@ def _call(function: str, divides: bool, query: Tensor, value: Tensor, **others: 
             fields += (0, 0, 0, 0)
             continue
         kept.append(x if x.stride(-1) == 1 else x.contiguous())
-        fields += (kept[-1].data_ptr(), *(*kept[-1].stride(), 0)[:3])
+        numbers = x.itemsize // query.itemsize  # of the query's in one of the tensor's
+        fields += (kept[-1].data_ptr(), *(numbers * stride for stride in (*kept[-1].stride(), 0)[:3]))
     problem = (ctypes.c_int64 * len(fields))(*fields)
     if getattr(library(query.dtype), function)(problem):
         raise MemoryError(f"no memory for the buffers of linear attention with {m} features")
@@ -81,16 +82,16 @@ def attend(
         value: b h n e.
         query_turn: Cosine and sine of each pair in turn, b h n w; None: no rotation.
         key_turn: The same for the keys.
-        log_scale: Of the keys, b h n, or None.
+        log_scale: Of the keys, b h n, float64, or None.
         kv: Of the state before the first token, b h m e.
         key_sum: The same, b h m.
-        scale: The same, b h.
+        scale: The same, b h, float64.
         divides: Whether the output is divided by the normalizer.
         saves: Whether a backward pass will follow.
 
     Returns:
         The output b h n e, kv and key_sum after the last token, the running maximum of the log-scales
-        b h n, 1 / normalizer b h n, and the states before each chunk, as native.c lays them out.
+        b h n in float64, 1 / normalizer b h n, and the states before each chunk, as native.c lays them out.
     """
     outputs = _attend_shapes(query, key, value, query_turn, key_turn, log_scale, kv, key_sum, scale, divides, saves)
     _call(
@@ -112,7 +113,7 @@ def _attend_shapes(query, key, value, query_turn, key_turn, log_scale, kv, key_s
         _empty_rows_like(value),
         torch.empty_like(kv, memory_format=torch.contiguous_format),
         torch.empty_like(key_sum, memory_format=torch.contiguous_format),
-        query.new_empty(per_token if log_scale is not None else (0,)),
+        query.new_empty(per_token if log_scale is not None else (0,), dtype=torch.float64),
         query.new_empty(per_token if divides else (0,)),
         query.new_empty((b, h, -(-n // CHUNK), state_size) if saves else (0,)),
     )
@@ -184,7 +185,7 @@ def _differentiate(ctx, grad_out, grad_last_kv, grad_last_key_sum, *_):
     )
     grad_query, grad_key, grad_value, grad_kv, grad_key_sum = grads
     # A log-scale is a factor of its key, exp(c): so dL/dc = k · dL/dk.
-    grad_log_scale = None if log_scale is None else (grad_key * key).sum(-1)
+    grad_log_scale = None if log_scale is None else (grad_key * key).sum(-1).to(log_scale.dtype)
     return grad_query, grad_key, grad_value, None, None, grad_log_scale, grad_kv, grad_key_sum, None, None, None
 
 
@@ -223,8 +224,11 @@ def _native(
     if torch.autograd.forward_ad._current_level >= 0:  # torch takes an operator without a rule for constant
         raise NotImplementedError("the native backend knows no forward-mode gradients; use backend='auto'")
     # A log-scale has no gradient, and cloned it can be saved even where it comes from inference mode.
-    scale = state.log_scale.detach().clone()
+    scale = state.log_scale.detach().double().clone()
+    log_scale = None if log_scale is None else log_scale.double()
     out, kv, key_sum, top, *_ = attend(
         *(query, key, value, query_turn, key_turn, log_scale, state.kv, state.key_sum, scale), divides, saves
     )
-    return out, State(kv, key_sum, state.position, scale if log_scale is None else top[..., -1])
+    return out, State(
+        kv, key_sum, state.position, (scale if log_scale is None else top[..., -1]).to(state.log_scale.dtype)
+    )

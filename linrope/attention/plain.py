@@ -28,9 +28,9 @@ def plain(inputs: Inputs, state: State, chunk_size: int, *, divides: bool) -> tu
         of_chunks = torch.cat((state.log_scale[..., None], scale.amax(-1)), dim=-1).detach()
         ends = _maxima_so_far(of_chunks)
         top = torch.maximum(_maxima_so_far(scale.detach()), ends[..., :-1, None])
-        inside = (scale[..., None, :] - top[..., None]).masked_fill(future, -torch.inf).exp()
-        carried = (ends[..., :-1, None] - top).exp()[..., None]
-        closing = (scale - ends[..., 1:, None]).exp()[..., None]
+        inside = (scale[..., None, :] - top[..., None]).masked_fill(future, -torch.inf).to(q.dtype).exp()
+        carried = (ends[..., :-1, None] - top).to(q.dtype).exp()[..., None]
+        closing = (scale - ends[..., 1:, None]).to(q.dtype).exp()[..., None]
 
     kv = _sums_so_far(state.kv, (rk * closing).mT @ v, ends)
     key_sum = _sums_so_far(state.key_sum[..., None], (k * closing).sum(-2)[..., None], ends)
@@ -72,5 +72,5 @@ def _sums_so_far(
     if ends is None:
         return parts.cumsum(2)
     # Quadratic in the number of chunks, of which there are few.
-    weights = (ends[..., None, :] - ends[..., None]).masked_fill(_later(ends), -torch.inf).exp()
+    weights = (ends[..., None, :] - ends[..., None]).masked_fill(_later(ends), -torch.inf).to(parts.dtype).exp()
     return torch.einsum("bhij,bhjme->bhime", weights, parts)

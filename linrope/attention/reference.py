@@ -38,6 +38,6 @@ def reference(inputs: Inputs, state: State, *, causal: bool, divides: bool) -> t
         kv=((rk * last).mT @ v + kept * kv).to(dtype),
         key_sum=((k * last).sum(2) + kept[..., 0] * key_sum).to(dtype),
         position=state.position,
-        log_scale=top[..., -1].to(dtype),
+        log_scale=top[..., -1].to(state.log_scale.dtype),
     )
     return divide(numerator, normalizer) if divides else numerator, new_state

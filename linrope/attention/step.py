@@ -21,7 +21,7 @@ def step(inputs: Inputs, state: State, *, divides: bool) -> tuple[Tensor, State]
     if inputs.log_scale is not None:
         scale = inputs.log_scale[..., 0]
         last_scale = torch.maximum(scale, state.log_scale).detach()
-        kept, weight = ((x - last_scale).exp()[..., None] for x in (state.log_scale, scale))
+        kept, weight = ((x - last_scale).to(kv.dtype).exp()[..., None] for x in (state.log_scale, scale))
         kv, key_sum = kv * kept[..., None], key_sum * kept
         rotated_key, key = rotated_key * weight[..., None], key * weight[..., None]
     kv = torch.addcmul(kv, rotated_key.mT, inputs.value)  # in one pass over what is large

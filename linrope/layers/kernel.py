@@ -21,7 +21,7 @@ from linrope.attention.packing import check_offsets, packed_positions
 from linrope.decay import Decay
 from linrope.feature_maps import EluPlusOne, FeatureMap
 from linrope.layers.heads import next_positions, share_heads
-from linrope.rotary import Rotation, check_streams
+from linrope.rotary import Rotation, check_rotary, check_streams
 
 
 class KernelAttention(nn.Module):
@@ -84,6 +84,9 @@ class KernelAttention(nn.Module):
                 f"the kernel of {type(self.feature_map).__name__} can be 0 or negative, and normalizer='features' divides "
                 "by its sum; pass normalizer='rms' or None, or give the map a floor above 0 where it takes one"
             )
+        check_rotary(rotary, num_heads)
+        if decay is not None and not isinstance(decay, Decay):
+            raise ValueError(f"decay must be a linrope.Decay or None, got {decay!r}")
         width = self.feature_map.num_features if rotary_placement == "numerator" else head_dim
         self.rotary = None if rotary is None else rotary.for_width(width)
         if decay_placement not in ("numerator", "both"):

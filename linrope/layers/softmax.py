@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from linrope.layers.heads import Heads, Projections, head_dim_of, next_positions, project, project_next
 from linrope.layers.position_bias import PositionBias
 from linrope.layers.short_conv import ShortConvState, make_short_convs
-from linrope.rotary import Rotation, check_streams
+from linrope.rotary import Rotation, check_rotary, check_streams
 
 
 class KeyValueState(NamedTuple):
@@ -86,6 +86,9 @@ class SoftmaxAttention(nn.Module):
     ) -> None:
         super().__init__()
         head_dim = head_dim_of(d_model, num_heads)
+        check_rotary(rotary, num_heads)
+        if position_bias is not None and not isinstance(position_bias, PositionBias):
+            raise ValueError(f"position_bias must be a linrope.PositionBias or None, got {position_bias!r}")
         if position_bias is not None and position_bias.num_heads != num_heads:
             raise ValueError(
                 f"position_bias must be for num_heads={num_heads} as the layer is, got one for {position_bias.num_heads}"
@@ -120,10 +123,10 @@ class SoftmaxAttention(nn.Module):
             )
         if context is None:
             context_positions = positions
-        if self.rotary is not None:
-            query, key = self.rotary.before(query, key, positions, context_positions, key_mask)
         if key_mask is not None:
             _check_key_mask(key_mask, key)
+        if self.rotary is not None:
+            query, key = self.rotary.before(query, key, positions, context_positions, key_mask)
         bias = self.logit_bias(query, key, positions, context_positions)
         if key_mask is None and bias is None:
             output = scaled_dot_product_attention(query, key, value, is_causal=self.causal)

@@ -3,7 +3,7 @@
 from linrope.rotary.axial import AxialRotary
 from linrope.rotary.learned import LearnedRotary
 from linrope.rotary.rotary import Rotary, rotate
-from linrope.rotary.rotation import Rotation, check_streams, rotated_width
+from linrope.rotary.rotation import Rotation, check_rotary, check_streams, rotated_width
 from linrope.rotary.scaling import (
     DynamicNTKScaling,
     LinearScaling,
@@ -31,6 +31,7 @@ __all__ = [
     "Scaling",
     "XPos",
     "YaRN",
+    "check_rotary",
     "check_streams",
     "half_order",
     "inv_freq",

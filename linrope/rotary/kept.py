@@ -17,8 +17,7 @@ _MOST = 4
 
 class _Table(NamedTuple):
     key: Hashable
-    positions: weakref.ref[Tensor] | None
-    version: int
+    is_of: Callable[[Tensor | None], bool]
     turns: Tensor
 
 
@@ -26,24 +25,38 @@ _tables: tuple[_Table, ...] = ()
 
 
 def once(key: Hashable, positions: Tensor | None, make: Callable[[], Tensor]) -> Tensor:
-    """What ``make`` returned for an equal ``key`` and the very same ``positions``, if that was not long ago; else what it returns."""
+    """What ``make`` returned for an equal ``key`` and the same ``positions``, if that was not long ago; else what it returns."""
     global _tables  # replaced whole, so that another thread sees one state or the other
-    version = 0 if positions is None else positions._version
     for table in _tables:
-        # Of positions that are gone, the reference gives None too.
-        same = table.positions is None if positions is None else table.positions and table.positions() is positions
-        if same and table.key == key and table.version == version:
+        if table.key == key and table.is_of(positions):
             return table.turns
     with torch.inference_mode(False), torch.no_grad():  # a training step may come after inference
         turns = make()
-    reference = None if positions is None else weakref.ref(positions)
-    _tables = (_Table(key, reference, version, turns), *_tables[: _MOST - 1])
+        _tables = (_Table(key, _recognizer(positions), turns), *_tables[: _MOST - 1])
     return turns
+
+
+def _recognizer(positions: Tensor | None) -> Callable[[Tensor | None], bool]:
+    """Whether others are the same: on a CPU by their numbers, elsewhere, where one would have to wait for those, by identity."""
+    if positions is None:
+        return lambda other: other is None
+    if positions.device.type == "cpu":
+        mine = positions.clone()
+        return lambda other: other is not None and other.dtype == mine.dtype and torch.equal(other, mine)
+    reference, version = weakref.ref(positions), positions._version
+    return lambda other: other is not None and other is reference() and other._version == version
 
 
 def may_be_kept(*tensors: Tensor | None) -> bool:
     """Whether what is made of these may be kept: what a compiler, a transform or a fake mode makes must not outlive it."""
     if torch.compiler.is_compiling() or is_transformed():
         return False
-    # A tensor of inference mode does not say whether it was written to.
-    return all(x is None or (type(x) in (Tensor, nn.Parameter) and not x.is_inference()) for x in tensors)
+    for x in tensors:
+        if x is None:
+            continue
+        # A tensor of inference mode does not say whether it was written to.
+        if type(x) not in (Tensor, nn.Parameter) or (x.is_inference() and x.device.type != "cpu"):
+            return False
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ class LearnedRotary(Rotation):
     """Rotary positions whose frequencies are parameters, which begin as those of :class:`Rotary`.
 
     Their logarithms are learned, so that a step changes slow and fast pairs by the same share. Each layer makes
-    parameters of its own of the settings that it is given, for its own width; they are float32 or wider, and angles are
-    computed in float64 as elsewhere.
+    parameters of its own of the settings that it is given, for its own width. They stay float32 or wider whatever the
+    module is cast to, and angles are computed in float64 as elsewhere.
 
     Args:
         base: Of the first frequencies.
@@ -55,7 +56,8 @@ class LearnedRotary(Rotation):
                     f"rotation needs an even width, got {width} ({fraction:g} of the {num_features} features)"
                 )
             first = inv_freq(width, self.base).log().to(torch.promote_types(torch.get_default_dtype(), torch.float32))
-            self.log_inv_freq = nn.Parameter(first if num_heads is None else first.repeat(num_heads, 1))
+            # Of one axis or three: optimizers for matrices leave them alone.
+            self.log_inv_freq = nn.Parameter(first if num_heads is None else first.repeat(num_heads, 1, 1))
 
     def for_width(self, num_features: int) -> LearnedRotary:
         """Return a rotation of these settings with parameters of its own, for features of this width; this one if it is one.
@@ -74,7 +76,15 @@ class LearnedRotary(Rotation):
             raise ValueError("LearnedRotary() has no frequencies yet: pass num_features, or give it to a layer")
         self._check_width(width)
         frequencies = self.log_inv_freq.to(positions.device, torch.float64).exp()
-        return positions[..., None] * frequencies[..., None, :]
+        return positions[..., None] * frequencies
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LearnedRotary:
+        before = self.log_inv_freq
+        super()._apply(fn, recurse)
+        after = self.log_inv_freq
+        if before is not None and after is not None and torch.finfo(after.dtype).bits < 32:
+            after.data = before.data.to(after.device)
+        return self
 
     def _check_width(self, width: int) -> None:
         learned = 0 if self.log_inv_freq is None else 2 * self.log_inv_freq.shape[-1]

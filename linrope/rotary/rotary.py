@@ -61,13 +61,15 @@ class Rotary(Rotation):
 
         Frequencies of heads fill the last axis of ``seq_len``, or are an axis of their own where it has none.
         """
-        if not self.is_dynamic and may_be_kept(seq_len if isinstance(seq_len, Tensor) else None):
-            return _kept_frequencies(width, self.base, self.scaling, device)
         length = torch.as_tensor(seq_len, dtype=torch.float64, device=device)
         return _frequencies(width, self.base, self.scaling, length)
 
     def angles(self, positions: Tensor, width: int, seq_len: Tensor) -> Tensor:  # noqa: D102
-        return positions[..., None] * self.inv_freq(width, seq_len, device=positions.device)[..., None, :]
+        if not self.is_dynamic and may_be_kept(positions):
+            frequencies = _kept_frequencies(width, self.base, self.scaling, positions.device)
+        else:
+            frequencies = _frequencies(width, self.base, self.scaling, seq_len)
+        return positions[..., None] * frequencies[..., None, :]
 
     @property
     def settings(self) -> Hashable:  # noqa: D102
@@ -134,7 +136,7 @@ def _frequencies(width: int, base: float | tuple[float, ...], scaling: Scaling |
 
 @lru_cache(maxsize=8)
 def _kept_frequencies(
-    width: int, base: float | tuple[float, ...], scaling: Scaling | None, device: torch.device | None
+    width: int, base: float | tuple[float, ...], scaling: Scaling | None, device: torch.device
 ) -> Tensor:
     """:func:`_frequencies` that no length changes, made once: in generation every token asks for them."""
     with torch.inference_mode(False), torch.no_grad():

@@ -122,7 +122,8 @@ class Rotation(nn.Module, ABC):
     ) -> tuple[Float[Tensor, "b h n d"], Float[Tensor, "b h s d"]]:
         """Queries and keys of one text turned, and scaled by :attr:`attention_factor`: for a softmax or a map that follows."""
         seq_len = self.common_length(query, key, query_positions, key_positions, key_mask)
-        query, key = self(query, query_positions, seq_len=seq_len), self(key, key_positions, seq_len=seq_len)
+        length = {} if seq_len is None else {"seq_len": seq_len}
+        query, key = self(query, query_positions, **length), self(key, key_positions, **length)
         factor = self.attention_factor
         return (query, key) if factor == 1 else (query * factor, key * factor)
 
@@ -207,6 +208,10 @@ class Rotation(nn.Module, ABC):
 
     def _fitting_width(self, features: Tensor, positions: Tensor | None) -> int:
         """Return how many features turn; refuse what does not fit."""
+        if not features.is_floating_point():
+            raise ValueError(f"features must be floating, got {features.dtype}")
+        if positions is not None and (positions.dtype == torch.bool or positions.is_complex()):
+            raise ValueError(f"positions must be numbers of tokens, got {positions.dtype}")
         width = rotated_width(features.shape[-1], self.fraction)
         if width % self.multiple:
             fitting = "an even width" if self.multiple == 2 else f"a width that is a multiple of {self.multiple}"
@@ -231,6 +236,18 @@ class Rotation(nn.Module, ABC):
 
     def extra_repr(self) -> str:  # noqa: D102
         return f"fraction={self.fraction:g}, pairing={self.pairing!r}"
+
+
+def check_rotary(rotary: Any, num_heads: int) -> None:
+    """Refuse what is no rotation, or one with frequencies for another number of heads.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if rotary is not None and not isinstance(rotary, Rotation):
+        raise ValueError(f"rotary must be a linrope.Rotation or None, got {rotary!r}")
+    if rotary is not None and rotary.num_heads not in (None, num_heads):
+        raise ValueError(f"rotary has frequencies for {rotary.num_heads} heads, the layer has {num_heads}")
 
 
 def check_streams(rotary: Any) -> None:

@@ -21,7 +21,7 @@ def inv_freq(width: int, base: float, *, device: torch.device | None = None) -> 
 
 
 class Scaling(ABC):
-    """Settings alone, without tensors; equal ones make equal frequencies, and share them."""
+    """Settings alone, without tensors; equal ones make equal frequencies, and share them: subclasses are frozen dataclasses."""
 
     @property
     def attention_factor(self) -> float:

@@ -24,9 +24,7 @@ def rotation_of(config: Any) -> Rotary:
         ValueError: It is scaled in a way that has no counterpart here.
     """
     rope = getattr(config, "rope_parameters", None) or {}
-    return Rotary(
-        rope.get("rope_theta", 10_000.0), rope.get("partial_rotary_factor", 1.0), "half", _scaling(rope, config)
-    )
+    return Rotary(rope.get("rope_theta", 10_000.0), pairing="half", scaling=_scaling(rope, config))
 
 
 def _scaling(rope: dict[str, Any], config: Any) -> Scaling | None:
