@@ -158,6 +158,108 @@ def test_positions_may_leap(placement):
     close(output.double(), true(*inputs, positions=at, **options), 1e-4)
 
 
+@every_path
+@every_rotation
+@both_placements
+@pytest.mark.parametrize("where", [-(10**9), 10**5])
+def test_a_masked_key_may_stand_anywhere(path, name, placement, where):
+    """In float32, whose logarithms would have no fractions left out there."""
+    inputs, at = [x if x is None else x.float() for x in inputs_of(60)], torch.arange(60)
+    mask = torch.ones(B, 60, dtype=torch.bool)
+    mask[:, [0, 20, 21]] = False
+    options = {"rotary": ROTATIONS[name](), "log_decay": LOG_DECAY, "placement": placement, "mask": mask}
+    expected = attend(*inputs, positions=at, **options, **path.options)
+    elsewhere = at.clone()
+    elsewhere[[0, 20, 21]] = where
+    valid = mask[0]
+    close(attend(*inputs, positions=elsewhere, **options, **path.options)[:, :, valid], expected[:, :, valid], 1e-4)
+
+
+@every_path
+@both_placements
+@pytest.mark.parametrize(("decay", "leap"), [(0.5, 10**4), (0.5, 10**6), (0.9, 10**7), (1e-30, 3)])
+def test_float32_keeps_its_precision_over_a_leap(path, placement, decay, leap):
+    inputs, at = [x[:1, :1] for x in inputs_of(60)[:3]], torch.arange(60)
+    at[1:] += leap
+    options = {"log_decay": torch.tensor([decay]).double().log(), "placement": placement, "positions": at}
+    expected = true(*inputs, None, rotary=None, **options)
+    close(attend(*(x.float() for x in inputs), None, **options, **path.options).double(), expected, 1e-4)
+
+
+@every_path
+@both_placements
+@pytest.mark.parametrize("log_decay", [-8.0, math.log(1e-30)])
+def test_keys_before_a_gap_of_masked_ones_are_still_seen(path, placement, log_decay):
+    """In both sums what is left of them cancels, however small; by single steps too."""
+    query, key, value, _ = (x if x is None else x[:, :1].float() for x in inputs_of(30))
+    mask = torch.arange(30).expand(B, -1) < 5
+    options = {"log_decay": torch.tensor([log_decay]), "placement": placement}
+    output = attend(query, key, value, None, mask=mask, **options, **path.options)
+    if placement == "both":
+        # The last key weighs e^8 times the one before, and so on; together they are an average.
+        expected = true(*(x.double() for x in (query, key, value)), None, rotary=None, mask=mask, log_decay=torch.tensor([log_decay]).double().clamp_min(-20), placement=placement)  # fmt: skip
+        close(output[:, :, 5:].double(), expected[:, :, 5:], 1e-4)
+    state, steps = None, []
+    for t in range(30):
+        part = (x[:, :, t : t + 1] for x in (query, key, value))
+        y, state = stream_linear_attention(
+            *part, state, key_mask=mask[:, t : t + 1], log_decay=options["log_decay"], decay_placement=placement, **path.options
+        )  # fmt: skip
+        steps.append(y)
+    close(torch.cat(steps, dim=2), output, 1e-4)
+
+
+@both_placements
+@pytest.mark.parametrize("decay", [1e-30, 1e-6, 0.1])
+@pytest.mark.parametrize("normalizer", ["features", None])
+def test_float32_sums_of_strong_decays(decay, placement, normalizer):
+    inputs = inputs_of(1024)[:3]
+    options = {"log_decay": torch.full((H,), decay).double().log(), "placement": placement, "normalizer": normalizer}
+    wide = attend(*inputs, None, **options)
+    close(attend(*(x.float() for x in inputs), None, **options).double(), wide, 2e-6 if normalizer is None else 1e-4)
+
+
+@both_placements
+def test_a_training_step_goes_on_from_a_state_of_inference(placement):
+    layer, x = layer_of("learned", placement, rotary=XPos()), randn(B, N, H * M)
+    with torch.inference_mode():
+        _, state = layer.stream(x[:, :5])
+    output, _ = layer.stream(x[:, 5:], state)
+    output.square().sum().backward()
+    assert layer.kernel.decay.logit.grad.abs().min() > 0
+    close(output, layer(x)[:, 5:], 1e-10)
+
+
+@both_placements
+@pytest.mark.parametrize("rotary", [None, Rotary(), XPos()], ids=["none", "Rotary", "XPos"])
+def test_exported_for_any_length(placement, rotary):
+    layer = LinearAttention(8, 2, rotary=rotary, decay=RetNetDecay(), decay_placement=placement).eval()
+    length = {1: torch.export.Dim("n", min=2, max=4096)}
+    program = torch.export.export(layer, (torch.randn(2, 70, 8),), dynamic_shapes=(length,)).module()
+    for n in (2, 70, 1500):
+        x = torch.randn(2, n, 8)
+        close(program(x), layer(x), 1e-4)
+
+
+@both_placements
+def test_traced_positions_may_leap(placement):
+    """No block can be cut by numbers that are not known: float64 takes them in one."""
+    at = torch.arange(60) * 1000
+    query, key, value, _ = (x if x is None else x.float() for x in inputs_of(60))
+    expected = attend(query, key, value, None, positions=at, placement=placement, rotary=XPos())
+    call = partial(attend, scale=None, positions=at, placement=placement, rotary=XPos())
+    torch._dynamo.reset()
+    close(torch.compile(call, backend="eager", fullgraph=True)(query, key, value), expected, 1e-4)
+    rows = torch.func.vmap(lambda *row: call(*(x[None] for x in row))[0])(query, key, value)
+    close(rows, expected, 1e-4)
+
+
+@pytest.mark.parametrize("rotary", [XPos(scale_base=float("inf")), XPos(gamma=1e30)])
+def test_xpos_that_fades_nothing_is_a_rotation(rotary):
+    *inputs, _ = inputs_of()
+    close(linear_attention(*inputs, rotary=rotary), linear_attention(*inputs, rotary=Rotary()), 1e-12)
+
+
 # C1
 @every_path
 @both_placements
@@ -491,6 +593,14 @@ def test_layers_learn_decays_of_their_own():
         (lambda: XPos(gamma=-1.0), "gamma must be positive, got -1.0"),
         (lambda: attend(*inputs_of(), log_decay=torch.zeros(2), placement="both"), r"log_decay must be \(h,\) = \(3,\), got \(2,\)"),
         (lambda: attend(*inputs_of(), log_decay=LOG_DECAY, placement="all"), "decay_placement must be"),
+        (lambda: attend(*inputs_of(), log_decay=-LOG_DECAY, placement="both"), "log_decay must be finite and at most 0"),
+        (lambda: attend(*inputs_of(), log_decay=LOG_DECAY - torch.inf, placement="both"), "log_decay must be finite"),
+        (lambda: LinearAttention(8, 2, decay=0.9), "decay must be a linrope.Decay or None, got 0.9"),
+        (lambda: LinearAttention(8, 2, decay=RetNetDecay), "decay must be a linrope.Decay or None, got <class"),
+        (
+            lambda: stream_linear_attention(*inputs_of()[:3], query_positions=torch.arange(N) / 2),
+            "a state's position is a whole number, so key_positions must be, got torch.float32",
+        ),
         (lambda: attend(*inputs_of(), log_decay=LOG_DECAY, placement="both", causal=False), "is for causal attention"),
         (lambda: attend(*inputs_of(), rotary=XPos(), placement="both", causal=False), "is for causal attention"),
     ],

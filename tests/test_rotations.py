@@ -3,10 +3,13 @@
 import copy
 from functools import partial
 
+import numpy
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from linrope import (
+    ALiBi,
     AxialRotary,
     ByteTransformer,
     DynamicNTKScaling,
@@ -25,6 +28,7 @@ from linrope import (
 )
 from linrope.rotary import half_order, kept
 from linrope.rotary import rotation as rotation_module
+from tasks.optimizers import split_parameters
 from tests.cases import CAUSAL_PATHS, DYNAMIC, PATHS, ROTATIONS, close, randn, true_turn, truth
 
 B, H, N, M, E = 2, 3, 13, 8, 5
@@ -363,6 +367,59 @@ def test_given_positions_that_are_changed_or_gone_make_tables_anew():
         close(rotary(x, torch.arange(N) + shift), true_turn(rotary, x, torch.arange(N) + shift), 1e-12)
 
 
+@pytest.mark.parametrize("write", ["numpy", "data", "replaced"])
+def test_positions_that_are_written_to_behind_torchs_back(write):
+    numbers = numpy.arange(N)
+    positions = torch.from_numpy(numbers)
+    x, rotary = randn(1, 1, N, M), Rotary()
+    rotary(x, positions)
+    if write == "numpy":
+        numbers += 5
+    elif write == "data":
+        positions.data.add_(5)
+    else:
+        positions.data = torch.arange(N) + 5
+    close(rotary(x, positions), true_turn(rotary, x, torch.arange(N) + 5), 1e-12)
+
+
+def test_frequencies_that_are_asked_for_are_the_askers_own():
+    x, rotary = randn(1, 1, N, M), Rotary(55.0)
+    rotary.inv_freq(M).zero_()
+    with torch.device("meta"):
+        Rotary(56.0).inv_freq(M)
+    with FakeTensorMode():
+        Rotary(57.0).inv_freq(M)
+        Rotary(57.0)(torch.randn(1, 1, N, M), torch.arange(N))
+    for base in (55.0, 56.0, 57.0):
+        close(Rotary(base)(x, torch.arange(N)), true_turn(Rotary(base), x, torch.arange(N)), 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("num_heads", [None, H])
+def test_learned_frequencies_stay_wide(dtype, num_heads):
+    """And are not those that a lower precision would have left."""
+    layer = LinearAttention(H * M, H, rotary=LearnedRotary(num_heads=num_heads))
+    layer.to(dtype)
+    assert layer.query.weight.dtype == dtype
+    assert layer.rotary.log_inv_freq.dtype == torch.float32
+    x = torch.ones(1, H, 5, M)
+    positions = torch.tensor([0, 1, 256, 1000, 4096])
+    assert (layer.rotary(x, positions).double() - true_turn(Rotary(), x, positions)).abs().max() < 1e-3
+    assert layer.double().rotary.log_inv_freq.dtype == torch.float64
+
+
+@pytest.mark.parametrize("num_heads", [None, H])
+def test_learned_frequencies_are_no_matrix(num_heads):
+    """Muon would make their updates orthogonal, and weight decay would draw them all to 1 rad."""
+    model = ByteTransformer(
+        num_layers=1,
+        d_model=H * M,
+        attention=lambda d: LinearAttention(d, H, rotary=LearnedRotary(num_heads=num_heads)),
+    )
+    _, _, others = split_parameters(model)
+    assert any(p is model.blocks[0].attention.rotary.log_inv_freq for p in others)
+
+
 # Pairings
 @pytest.mark.parametrize("width", [2, 8, 14])
 def test_half_order_relates_the_pairings(width):
@@ -439,6 +496,19 @@ def test_an_axial_layer_of_odd_width_turns_a_multiple_of_four():
         (lambda: Rotary(base=()), r"base must be positive, got \(\)"),
         (lambda: Rotary(base=(10.0, 20.0))(randn(1, 3, 5, 8)), "of the 2 heads that have frequencies, got"),
         (lambda: Rotary(base=(10.0, 20.0))(randn(5, 8)), "of the 2 heads that have frequencies, got"),
+        (lambda: LinearAttention(12, 3, rotary=Rotary(base=(10.0, 20.0))), "frequencies for 2 heads, the layer has 3"),
+        (lambda: SoftmaxAttention(12, 3, rotary=Rotary(base=(10.0, 20.0))), "frequencies for 2 heads, the layer has 3"),
+        (lambda: LinearAttention(8, 2, rotary=Rotary), "rotary must be a linrope.Rotation or None, got <class"),
+        (lambda: SoftmaxAttention(8, 2, rotary="rope"), "rotary must be a linrope.Rotation or None, got 'rope'"),
+        (lambda: SoftmaxAttention(8, 2, position_bias=ALiBi), "position_bias must be a linrope.PositionBias or None"),
+        (lambda: Rotary()(torch.ones(5, 8, dtype=torch.long)), "features must be floating, got torch.int64"),
+        (lambda: Rotary()(randn(5, 8), torch.ones(5, dtype=torch.bool)), "positions must be numbers of tokens"),
+        (
+            lambda: SoftmaxAttention(8, 2, rotary=Rotary(scaling=DynamicNTKScaling(2)))(
+                torch.randn(1, 3, 8), key_mask=torch.ones(1, 3)
+            ),
+            "key_mask must be bool",
+        ),
         (
             lambda: LinearAttention(8, 2, rotary=Rotary(scaling=DynamicNTKScaling(4, 2.0)), rotary_placement="before")(
                 torch.randn(1, 6, 8), offsets=torch.tensor([0, 2, 6])

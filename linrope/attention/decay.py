@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from linrope.attention.inputs import Inputs
@@ -26,7 +26,8 @@ class _Ages(NamedTuple):
 
     query: Float[Tensor, "b 1 c"]
     key: Float[Tensor, "b 1 c"]
-    state: Float[Tensor, "b h"]  # of the key that the state is relative to: 0 or less, 0 where there is none
+    before: Float[Tensor, "b h"]  # of the key that the state before is relative to: 0 where there is none
+    after: Float[Tensor, "b 1"]  # of the one that the state after will be
 
 
 def forgets(log_decay: Tensor | None, rotary: Any, num_features: int) -> bool:
@@ -88,6 +89,9 @@ def decayed(
         (torch.arange(n, device=device) if at is None else at).to(wide).expand(b, n)
         for at in (inputs.query_positions, inputs.key_positions)
     )
+    end = key_at[:, -1:]  # what the next call will take the state to be relative to
+    if inputs.key_mask is not None:
+        key_at = _with_the_present(key_at, inputs.key_mask)
     rate = None if log_decay is None else -log_decay.to(device, wide)
     of_features = inputs.rotary.rates(m) if isinstance(inputs.rotary, Rotation) else None
     rates = None if of_features is None else torch.tensor(of_features, dtype=wide, device=device)
@@ -104,9 +108,13 @@ def decayed(
     given, outputs = state, []
     state = state._replace(log_scale=state.log_scale.to(wide))
     last = torch.where(state.log_scale > NO_KEY, (state.position - 1).to(wide)[:, None], key_at[:, :1])
-    for tokens in _blocks(inputs, key_at, of_features):
+    blocks = _blocks(inputs, key_at, of_features)
+    for tokens in blocks:
         start = key_at[:, tokens][:, :1]
-        ages = _Ages((query_at[:, tokens] - start)[:, None], (key_at[:, tokens] - start)[:, None], last - start)
+        after = end if tokens is blocks[-1] else key_at[:, tokens][:, -1:]
+        ages = _Ages(
+            (query_at[:, tokens] - start)[:, None], (key_at[:, tokens] - start)[:, None], last - start, after - start
+        )
         rotated, plain = (_part(part, tokens) for part in parts)
         if rates is not None:
             rotated, state = _aged_by_feature(rotated, state, ages, rates)
@@ -114,12 +122,20 @@ def decayed(
             rotated, plain, state, ages, rate, attend, both=placement == "both" and divides, divides=divides
         )
         if rates is not None:
-            state = _faded(state, rates * ages.key[..., -1:])
-        last = key_at[:, tokens][:, -1:]
+            state = _faded(state, rates * ages.after[..., None])
+        last = after
         outputs.append(output)
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     kept = (x.to(like.dtype) for x, like in zip(state, given, strict=True))
     return output.to(inputs.value.dtype), State(*kept)
+
+
+def _with_the_present(positions: Float[Tensor, "b n"], mask: Bool[Tensor, "b n"]) -> Float[Tensor, "b n"]:
+    """Positions in which masked keys, which may be anywhere, stand with the present one before, or the first one after."""
+    numbers = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
+    before = torch.where(mask, numbers, -1).cummax(-1).values
+    first = mask.long().argmax(-1, keepdim=True)
+    return positions.gather(1, torch.where(before < 0, first, before))
 
 
 def _is_traced() -> bool:
@@ -161,12 +177,9 @@ def _part(inputs: Inputs, tokens: slice) -> Inputs:
 
 def _aged_by_feature(rotated: Inputs, state: State, ages: _Ages, rates: Float[Tensor, " m"]) -> tuple[Inputs, State]:
     """Queries times exp(-rate · age), keys times exp(rate · age), and the state up to the first key of the block."""
-    key_age = ages.key
-    if rotated.key_mask is not None:  # masked keys may stand anywhere
-        key_age = key_age.masked_fill(~rotated.key_mask[:, None], 0.0)
     query = rotated.query * (-rates * ages.query[..., None]).exp().to(rotated.query.dtype)
-    key = rotated.key * (rates * key_age[..., None]).exp().to(rotated.key.dtype)
-    return rotated._replace(query=query, key=key), _faded(state, -rates * ages.state[..., None])
+    key = rotated.key * (rates * ages.key[..., None]).exp().to(rotated.key.dtype)
+    return rotated._replace(query=query, key=key), _faded(state, -rates * ages.before[..., None])
 
 
 def _faded(state: State, exponents: Float[Tensor, "*b m"]) -> State:
@@ -194,19 +207,19 @@ def _attend_aged(
         aged = aged if scale is None else scale + aged
         if plain.key_mask is not None:
             aged = aged.masked_fill(~plain.key_mask[:, None], NO_KEY)
-        rotated, first = rotated._replace(log_scale=aged), _grown(first, rate * ages.state)
+        rotated, first = rotated._replace(log_scale=aged), _grown(first, rate * ages.before)
         if both:
-            plain, second = plain._replace(log_scale=aged), _grown(second, rate * ages.state)
+            plain, second = plain._replace(log_scale=aged), _grown(second, rate * ages.before)
     numerator, sums = attend(rotated, first)
     normalizer, key_sums = attend(plain, second)
     if rate is not None and both:
-        to_last = -rate * ages.key[..., -1]
+        to_last = -rate * ages.after
         sums, key_sums = _grown(sums, to_last), _grown(key_sums, to_last)
     elif rate is not None:
         if scale is None:
             key_sums = key_sums._replace(log_scale=torch.zeros_like(sums.log_scale))
         top = _running_maximum(rotated.log_scale, first) - rate[:, None] * ages.query
-        kept = sums.log_scale - rate * ages.key[..., -1] - key_sums.log_scale
+        kept = sums.log_scale - rate * ages.after - key_sums.log_scale
         if scale is not None:
             top = top - _running_maximum(scale, second)
         numerator = numerator * top.exp()[..., None].to(numerator.dtype)

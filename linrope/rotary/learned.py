@@ -79,11 +79,10 @@ class LearnedRotary(Rotation):
         return positions[..., None] * frequencies
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LearnedRotary:
-        before = self.log_inv_freq
+        wide = None if self.log_inv_freq is None else self.log_inv_freq.data
         super()._apply(fn, recurse)
-        after = self.log_inv_freq
-        if before is not None and after is not None and torch.finfo(after.dtype).bits < 32:
-            after.data = before.data.to(after.device)
+        if wide is not None and self.log_inv_freq is not None and torch.finfo(self.log_inv_freq.dtype).bits < 32:
+            self.log_inv_freq.data = wide.to(self.log_inv_freq.device)
         return self
 
     def _check_width(self, width: int) -> None:
