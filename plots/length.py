@@ -217,7 +217,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", metavar="STEM", help="path without suffix (default: length, in FOLDER)")
     options: Any = parser.parse_args(arguments)
     try:
-        rows = read_rows(options.folder / "length.csv")
+        if not (rows := read_rows(options.folder / "length.csv")):
+            raise RunError(f"{options.folder / 'length.csv'}: nothing was measured; length.json says why")
         stem = Path(options.out) if options.out else options.folder / "length"
         pictures = draw(rows, stem, read_data(options.folder / "length.json"))
     except (RunError, OSError) as error:

@@ -73,18 +73,21 @@ def read_rows(path: Path) -> list[LengthRow]:
     """Read length.csv.
 
     Raises:
-        RunError: It is not there, holds no row, or is not what ``tasks.enwik8 length`` writes.
+        RunError: It is not there, or is not what ``tasks.enwik8 length`` writes.
     """
+    columns = [field.name for field in fields(LengthRow)]
     try:
         with path.open(newline="") as file:
-            rows = [_row(cells) for cells in csv.DictReader(file)]
+            reader = csv.DictReader(file)
+            if list(reader.fieldnames or ()) != columns:
+                raise ValueError(
+                    f"its columns should be {', '.join(columns)}, got {', '.join(reader.fieldnames or ())}"
+                )
+            return [_row(cells) for cells in reader]
     except FileNotFoundError:
         raise RunError(f"{path}: no such file; `python -m tasks.enwik8 length --out {path.parent}` makes it") from None
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, csv.Error) as error:
         raise RunError(f"{path}: not what tasks.enwik8 length writes ({type(error).__name__}: {error})") from None
-    if not rows:
-        raise RunError(f"{path}: nothing was measured yet")
-    return rows
 
 
 def read_data(path: Path) -> str:

@@ -440,6 +440,20 @@ def test_learned_positions_end_where_they_end(experiment, tmp_path, capsys):
         assert any(words in note for note in entry["notes"])
 
 
+def test_a_folder_in_which_nothing_could_be_measured_is_measured_on(experiment, tmp_path, capsys):
+    base = [TINY[0], "--config=configs/positions/learned.yaml", *TINY[1:], "--model.network.seq_len=16"]
+    assert train(tmp_path / "runs/learned/seed-0", base=[*base, f"--data.path={experiment / 'text'}"]) == 0
+    call, out = ["--factors", "16"], tmp_path / "out"
+    for more in ([], [], [experiment / "runs/none"]):
+        assert measure(experiment, out, given=("--runs", tmp_path / "runs", *more), base=call) == 0
+        if not more:
+            assert plot.main([str(out)]) == 2
+            message = capsys.readouterr().err.splitlines()[-1]
+            assert message == f"error: {out}/length.csv: nothing was measured; length.json says why"
+    assert capsys.readouterr().out.count("learned · seed 0: already measured") == 1  # and once before, read above
+    assert {Path(row.run).parts[-2] for row in read_rows(out / "length.csv")} == {"none"}
+
+
 @pytest.mark.slow
 def test_a_network_of_others_is_measured_as_far_as_it_goes(experiment, tmp_path):
     """PerformerLM asserts that a text is no longer than ``max_seq_len``, and carries no state."""
