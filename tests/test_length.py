@@ -454,6 +454,81 @@ def test_a_folder_in_which_nothing_could_be_measured_is_measured_on(experiment, 
     assert {Path(row.run).parts[-2] for row in read_rows(out / "length.csv")} == {"none"}
 
 
+def _of(arm: str, lines: list[str]) -> list[str]:
+    return [line for line in lines if line.startswith(f"runs/{arm}/")]
+
+
+DAMAGE = {
+    "a number cut short": lambda lines: [*lines[:-1], lines[-1][:-3] + "\n"],
+    "a row cut short": lambda lines: [*lines[:-1], lines[-1].rsplit(",", 2)[0]],
+    "a row lost": lambda lines: lines[:-1],
+    "a row twice": lambda lines: [*lines, lines[-1]],
+    "a digit changed": lambda lines: [*lines[:-1], lines[-1].replace(",299,", ",298,")],
+    "the rows of a checkpoint lost": lambda lines: [line for line in lines if line not in _of("none", lines)],
+    "all rows lost": lambda lines: lines[:1],
+    "nothing left": lambda lines: [],
+    "not text": lambda lines: ["\0", *lines],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_rows_are_not_taken_for_complete(damage, experiment, measured, tmp_path, capsys):
+    out = shutil.copytree(measured, tmp_path / "out")
+    lines = (out / "length.csv").read_text().splitlines(keepends=True)
+    (out / "length.csv").write_text("".join(DAMAGE[damage](lines)))
+    assert measure(experiment, out) == 1
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: {out}/length.csv")
+    assert message.count("\n") == 1
+    assert message.endswith(f"; delete {out}, and the same command measures again\n")
+
+
+def test_a_lost_length_csv_is_named(experiment, measured, tmp_path, capsys):
+    out = shutil.copytree(measured, tmp_path / "out")
+    (out / "length.csv").unlink()
+    assert measure(experiment, out) == 1
+    assert "length.csv is damaged: its rows of " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("factors", [[1, 2], [2.0]])
+def test_a_whole_folder_is_known_again(factors, experiment, tmp_path, capsys):
+    """Whole numbers from a file are written as they read back; rows of a checkpoint that was not done are dropped."""
+    (tmp_path / "length.yaml").write_text(f"factors: {factors}\nscalings: [linrope.LinearScaling]\n")
+    call, out = ["--config", str(tmp_path / "length.yaml")], tmp_path / "out"
+    assert measure(experiment, out, given=("--runs", "runs"), base=call) == 0
+    whole = (out / "length.csv").read_text()
+    (out / "length.csv").write_text(
+        whole + "".join(line.replace("/none/", "/late/") for line in _of("none", whole.splitlines(True)))
+    )
+    capsys.readouterr()
+    assert measure(experiment, out, given=("--runs", "runs"), base=call) == 0
+    assert capsys.readouterr().out.count("already measured") == 2
+
+
+ENTRIES = {
+    "nothing": None,
+    "a word": "sha256 rows_sha256",
+    "a list": ["sha256", "rows_sha256"],
+    "no sum of the checkpoint": {"rows_sha256": ""},
+    "no sum of the rows": {"sha256": ""},
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_damaged_length_json_gets_one_message(entry, experiment, measured, tmp_path, capsys):
+    out = shutil.copytree(measured, tmp_path / "out")
+    content = json.loads((out / "length.json").read_text())
+    name = next(iter(content["checkpoints"]))
+    content["checkpoints"][name] = ENTRIES[entry]
+    (out / "length.json").write_text(json.dumps(content))
+    assert measure(experiment, out) == 1
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: {out}/length.json is not what this command writes (no ")
+    assert f"of {name} in it" in message
+    assert message.count("\n") == 1
+    assert message.endswith(f"choose another --out, or delete {out}\n")
+
+
 @pytest.mark.slow
 def test_a_network_of_others_is_measured_as_far_as_it_goes(experiment, tmp_path):
     """PerformerLM asserts that a text is no longer than ``max_seq_len``, and carries no state."""
