@@ -123,7 +123,7 @@ def _row(cells: dict[str, str]) -> LengthRow:
 
 
 class LengthCurve(NamedTuple):
-    """Mean bpc over seeds at ``x`` in bytes, and half the width of its 95% t-interval (NaN where one seed was measured)."""
+    """Mean bpc over seeds at ``x`` in bytes, and half the width of its 95% t-interval (NaN for one seed, or where one's is not finite)."""
 
     x: np.ndarray
     mean: np.ndarray
@@ -157,5 +157,9 @@ def _over_seeds(rows: Iterable[LengthRow], x_of: Callable[[LengthRow], int]) -> 
     return LengthCurve(
         np.array(x, dtype=float),
         np.array([np.mean(values[key]) for key in x]),
-        np.array([half_interval(np.array(values[key])) if len(values[key]) > 1 else math.nan for key in x]),
+        np.array([_half(np.array(values[key])) for key in x]),
     )
+
+
+def _half(values: np.ndarray) -> float:
+    return float(half_interval(values)) if len(values) > 1 and np.isfinite(values).all() else math.nan
