@@ -339,6 +339,13 @@ def test_a_folder_of_other_settings_is_refused(experiment, measured, capsys):
     assert (measured / "length.csv").read_text() == before
 
 
+def test_without_steps_of_finetuning_their_settings_do_not_matter(experiment, tmp_path, capsys):
+    for more in (["0.3"], ["1.1"], ["4", "--finetune_learning_rate", "-1"]):
+        call = ["--factors", "2", "--finetune_factor", *more]
+        assert measure(experiment, tmp_path / "out", given=("--runs", "runs"), base=call) == 0
+    assert capsys.readouterr().out.count("already measured") == 2 * 2
+
+
 def test_another_checkpoint_of_the_same_name_is_refused(experiment, measured, tmp_path, capsys):
     run = shutil.copytree(experiment / "runs/none/seed-0", tmp_path / "runs/none/seed-0")
     checkpoint = run / "checkpoints/last.ckpt"
