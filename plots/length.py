@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,28 +27,35 @@ _PANEL_WIDTH, _PANEL_HEIGHT = 2.0, 2.3  # inches
 _MARGIN, _TOP, _BETWEEN, _BELOW, _LEGEND_ROW = 0.62, 0.95, 0.62, 0.5, 0.2
 _HIGHEST = 2.0  # times the least bpc of a row of panels: what lies above says no more than that it lies there
 
-_AS_TRAINED, _BESIDE = "as trained", " (nothing to scale)"
+_NOTHING = "nothing to draw: no bpc of windows is there and finite"
+_AS_TRAINED, _BESIDE = "as trained", " (not scaled)"
 
 Line = tuple[str, list[LengthRow]]
+Curves = list[tuple[str, LengthCurve]]
+
+_AXES: dict[str, Callable[[Sequence[LengthRow]], LengthCurve]] = {  # by what is drawn along x
+    "bytes of a window": by_window,
+    "position in the longest window, up to": by_position,
+}
 
 
 def panels(rows: Sequence[LengthRow]) -> dict[str, list[Line]]:
     """What is drawn together: of each arm that was scaled a line for each scaling, and its family's other arms beside them.
 
-    A family is what stands before the first comma of an arm's name; one without a scaled arm has one panel, a line an arm.
+    Windows from nothing alone are drawn. A family is what stands before the first comma of an arm's name; one without a scaled arm has one panel, a line an arm.
 
     Returns:
         Lines by panel, each with its label and rows.
     """
     arms: dict[str, dict[str, list[LengthRow]]] = {}
-    for row in rows:
+    for row in (row for row in rows if row.evaluation == "windows"):
         arms.setdefault(row.arm, {}).setdefault(row.scaling, []).append(row)
     families: dict[str, list[str]] = {}
     for arm in arms:
         families.setdefault(_family(arm), []).append(arm)
     found: dict[str, list[Line]] = {}
     for family, members in families.items():
-        scaled = [arm for arm in members if len(arms[arm]) > 1]
+        scaled = [arm for arm in members if set(arms[arm]) != {UNSCALED}]
         beside = [(_variant(arm), arms[arm][UNSCALED]) for arm in members if arm not in scaled]
         for arm in scaled:
             named = [(_AS_TRAINED if name == UNSCALED else name, of) for name, of in arms[arm].items()]
@@ -69,25 +76,25 @@ def _variant(arm: str) -> str:
 def figure(rows: Sequence[LengthRow], title: str, data: str = "") -> Figure:
     """Make the picture: above bpc against the length of windows, below by position in the longest; a column for each panel.
 
-    Lines are means over seeds, bands their 95% t-intervals. What lies far above the rest leaves a panel at its top,
-    where an arrow says so.
+    Lines are means over seeds, bands their 95% t-intervals. What lies far above the rest, or is infinite, leaves a panel
+    at its top, where an arrow says so; NaN is a gap. Of the two, the one without a finite mean is left out.
 
     Args:
-        rows: Of one state of training, at least one.
+        rows: Of one state of training.
         title: Above the panels.
         data: What was measured on.
+
+    Raises:
+        RunError: No mean is finite.
     """
     columns = panels(rows)
+    views = _shown(columns)
+    if not views:
+        raise RunError(_NOTHING)
     labels = list(dict.fromkeys(label for lines in columns.values() for label, _ in lines))
     looks = _looks(labels)
-    made, axes = _canvas(len(columns), len(labels), title, _described(rows, data))
-    for across, curve_of, xlabel in zip(
-        axes,
-        (by_window, by_position),
-        ("bytes of a window", "position in the longest window, up to"),
-        strict=True,
-    ):
-        drawn = [[(label, curve_of(of)) for label, of in lines] for lines in columns.values()]
+    made, axes = _canvas(len(views), len(columns), len(labels), title, _described(rows, data))
+    for across, (xlabel, drawn) in zip(axes, views.items(), strict=True):
         low, high = _view([curve for curves in drawn for _, curve in curves])
         for axis, name, lines, curves in zip(across, columns, columns.values(), drawn, strict=True):
             axis.set_ylim(low, high)
@@ -106,23 +113,41 @@ def figure(rows: Sequence[LengthRow], title: str, data: str = "") -> Figure:
     return made
 
 
+def _shown(columns: dict[str, list[Line]]) -> dict[str, list[Curves]]:
+    """Curves of each panel, by what is drawn along x, where any mean is finite."""
+    drawn = {
+        xlabel: [[(label, curve_of(of)) for label, of in lines] for lines in columns.values()]
+        for xlabel, curve_of in _AXES.items()
+    }
+    return {
+        xlabel: across
+        for xlabel, across in drawn.items()
+        if any(np.isfinite(curve.mean).any() for curves in across for _, curve in curves)
+    }
+
+
 def draw(rows: Sequence[LengthRow], stem: Path, data: str = "") -> list[Path]:
     """Write ``<stem>.png`` and ``<stem>.svg``, and ``<stem>_finetuned`` of what was measured after fine-tuning.
 
+    A state of training without a finite mean is left out.
+
     Args:
-        rows: At least one.
+        rows: Of all states of training.
         stem: Where to, without the suffix.
         data: What was measured on.
 
     Raises:
-        RunError: There is no row.
+        RunError: No mean is finite.
         OSError: A file cannot be written.
     """
-    if not rows:
-        raise RunError("no row to draw")
+    states = {
+        steps: [row for row in rows if row.finetune_steps == steps] for steps in {row.finetune_steps for row in rows}
+    }
+    drawn = {steps: chosen for steps, chosen in sorted(states.items()) if _shown(panels(chosen))}
+    if not drawn:
+        raise RunError(_NOTHING)
     paths: list[Path] = []
-    for steps in sorted({row.finetune_steps for row in rows}):
-        chosen = [row for row in rows if row.finetune_steps == steps]
+    for steps, chosen in drawn.items():
         title = f"After {steps:,} steps of fine-tuning" if steps else "Past the trained window"
         with matplotlib.rc_context(PAPER):
             paths += save_figure(
@@ -148,14 +173,14 @@ def _described(rows: Sequence[LengthRow], data: str) -> str:
     return " · ".join(parts)
 
 
-def _canvas(columns: int, labels: int, title: str, subtitle: str) -> tuple[Figure, np.ndarray]:
+def _canvas(views: int, columns: int, labels: int, title: str, subtitle: str) -> tuple[Figure, np.ndarray]:
     """Panels of fixed size in inches, with room for the legend below."""
     legend = 0.15 + _LEGEND_ROW * -(-labels // _legend_columns(columns))
     width = _MARGIN + columns * _PANEL_WIDTH + (columns - 1) * 0.2 + 0.15
     width_all = max(width, 4.6)
-    height = _TOP + 2 * _PANEL_HEIGHT + _BETWEEN + _BELOW + legend
+    height = _TOP + views * _PANEL_HEIGHT + (views - 1) * _BETWEEN + _BELOW + legend
     made = Figure(figsize=(width_all, height), dpi=200, facecolor="white")
-    axes = made.subplots(2, columns, sharey="row", squeeze=False)
+    axes = made.subplots(views, columns, sharey="row", squeeze=False)
     made.subplots_adjust(
         left=_MARGIN / width_all,
         right=(width - 0.15) / width_all,
@@ -198,10 +223,11 @@ def _panel(axis: Axes, curves: Sequence[tuple[str, LengthCurve]], looks: dict[st
 
 
 def _view(curves: Sequence[LengthCurve]) -> tuple[float, float]:
-    """Heights shown, bpc: all means, up to ``_HIGHEST`` times the least."""
+    """Heights shown, bpc: all finite means, of which there is one, up to ``_HIGHEST`` times the least."""
     means = np.concatenate([curve.mean for curve in curves])
-    low = float(np.nanmin(means))
-    high = min(float(np.nanmax(means)), _HIGHEST * low)
+    means = means[np.isfinite(means)]
+    low = float(means.min())
+    high = min(float(means.max()), _HIGHEST * low)
     pad = max(0.05 * (high - low), 0.02)
     return low - pad, high + 3 * pad
 
@@ -217,7 +243,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", metavar="STEM", help="path without suffix (default: length, in FOLDER)")
     options: Any = parser.parse_args(arguments)
     try:
-        rows = read_rows(options.folder / "length.csv")
+        if not (rows := read_rows(options.folder / "length.csv")):
+            raise RunError(f"{options.folder / 'length.csv'}: nothing was measured; length.json says why")
         stem = Path(options.out) if options.out else options.folder / "length"
         pictures = draw(rows, stem, read_data(options.folder / "length.json"))
     except (RunError, OSError) as error:

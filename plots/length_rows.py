@@ -73,18 +73,21 @@ def read_rows(path: Path) -> list[LengthRow]:
     """Read length.csv.
 
     Raises:
-        RunError: It is not there, holds no row, or is not what ``tasks.enwik8 length`` writes.
+        RunError: It is not there, or is not what ``tasks.enwik8 length`` writes.
     """
+    columns = [field.name for field in fields(LengthRow)]
     try:
         with path.open(newline="") as file:
-            rows = [_row(cells) for cells in csv.DictReader(file)]
+            reader = csv.DictReader(file)
+            if list(reader.fieldnames or ()) != columns:
+                raise ValueError(
+                    f"its columns should be {', '.join(columns)}, got {', '.join(reader.fieldnames or ())}"
+                )
+            return [_row(cells) for cells in reader]
     except FileNotFoundError:
         raise RunError(f"{path}: no such file; `python -m tasks.enwik8 length --out {path.parent}` makes it") from None
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, csv.Error) as error:
         raise RunError(f"{path}: not what tasks.enwik8 length writes ({type(error).__name__}: {error})") from None
-    if not rows:
-        raise RunError(f"{path}: nothing was measured yet")
-    return rows
 
 
 def read_data(path: Path) -> str:
@@ -120,7 +123,7 @@ def _row(cells: dict[str, str]) -> LengthRow:
 
 
 class LengthCurve(NamedTuple):
-    """Mean bpc over seeds at ``x`` in bytes, and half the width of its 95% t-interval (NaN where one seed was measured)."""
+    """Mean bpc over seeds at ``x`` in bytes, and half the width of its 95% t-interval (NaN for one seed, or where one's is not finite)."""
 
     x: np.ndarray
     mean: np.ndarray
@@ -154,5 +157,9 @@ def _over_seeds(rows: Iterable[LengthRow], x_of: Callable[[LengthRow], int]) -> 
     return LengthCurve(
         np.array(x, dtype=float),
         np.array([np.mean(values[key]) for key in x]),
-        np.array([half_interval(np.array(values[key])) if len(values[key]) > 1 else math.nan for key in x]),
+        np.array([_half(np.array(values[key])) for key in x]),
     )
+
+
+def _half(values: np.ndarray) -> float:
+    return float(half_interval(values)) if len(values) > 1 and np.isfinite(values).all() else math.nan

@@ -9,6 +9,7 @@ import shutil
 import signal
 from contextlib import suppress
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -338,6 +339,13 @@ def test_a_folder_of_other_settings_is_refused(experiment, measured, capsys):
     assert (measured / "length.csv").read_text() == before
 
 
+def test_without_steps_of_finetuning_their_settings_do_not_matter(experiment, tmp_path, capsys):
+    for more in (["0.3"], ["1.1"], ["4", "--finetune_learning_rate", "-1"]):
+        call = ["--factors", "2", "--finetune_factor", *more]
+        assert measure(experiment, tmp_path / "out", given=("--runs", "runs"), base=call) == 0
+    assert capsys.readouterr().out.count("already measured") == 2 * 2
+
+
 def test_another_checkpoint_of_the_same_name_is_refused(experiment, measured, tmp_path, capsys):
     run = shutil.copytree(experiment / "runs/none/seed-0", tmp_path / "runs/none/seed-0")
     checkpoint = run / "checkpoints/last.ckpt"
@@ -438,6 +446,95 @@ def test_learned_positions_end_where_they_end(experiment, tmp_path, capsys):
         "fine-tuning is left out: learned positions know 32",
     ):
         assert any(words in note for note in entry["notes"])
+
+
+def test_a_folder_in_which_nothing_could_be_measured_is_measured_on(experiment, tmp_path, capsys):
+    base = [TINY[0], "--config=configs/positions/learned.yaml", *TINY[1:], "--model.network.seq_len=16"]
+    assert train(tmp_path / "runs/learned/seed-0", base=[*base, f"--data.path={experiment / 'text'}"]) == 0
+    call, out = ["--factors", "16"], tmp_path / "out"
+    for more in ([], [], [experiment / "runs/none"]):
+        assert measure(experiment, out, given=("--runs", tmp_path / "runs", *more), base=call) == 0
+        if not more:
+            assert plot.main([str(out)]) == 2
+            message = capsys.readouterr().err.splitlines()[-1]
+            assert message == f"error: {out}/length.csv: nothing was measured; length.json says why"
+    assert capsys.readouterr().out.count("learned · seed 0: already measured") == 1  # and once before, read above
+    assert {Path(row.run).parts[-2] for row in read_rows(out / "length.csv")} == {"none"}
+
+
+def _of(arm: str, lines: list[str]) -> list[str]:
+    return [line for line in lines if line.startswith(f"runs/{arm}/")]
+
+
+DAMAGE = {
+    "a number cut short": lambda lines: [*lines[:-1], lines[-1][:-3] + "\n"],
+    "a row cut short": lambda lines: [*lines[:-1], lines[-1].rsplit(",", 2)[0]],
+    "a row lost": lambda lines: lines[:-1],
+    "a row twice": lambda lines: [*lines, lines[-1]],
+    "a digit changed": lambda lines: [*lines[:-1], lines[-1].replace(",299,", ",298,")],
+    "the rows of a checkpoint lost": lambda lines: [line for line in lines if line not in _of("none", lines)],
+    "all rows lost": lambda lines: lines[:1],
+    "nothing left": lambda lines: [],
+    "not text": lambda lines: ["\0", *lines],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_rows_are_not_taken_for_complete(damage, experiment, measured, tmp_path, capsys):
+    out = shutil.copytree(measured, tmp_path / "out")
+    lines = (out / "length.csv").read_text().splitlines(keepends=True)
+    (out / "length.csv").write_text("".join(DAMAGE[damage](lines)))
+    assert measure(experiment, out) == 1
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: {out}/length.csv")
+    assert message.count("\n") == 1
+    assert message.endswith(f"; delete {out}, and the same command measures again\n")
+
+
+def test_a_lost_length_csv_is_named(experiment, measured, tmp_path, capsys):
+    out = shutil.copytree(measured, tmp_path / "out")
+    (out / "length.csv").unlink()
+    assert measure(experiment, out) == 1
+    assert "length.csv is damaged: its rows of " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("factors", [[1, 2], [2.0]])
+def test_a_whole_folder_is_known_again(factors, experiment, tmp_path, capsys):
+    """Whole numbers from a file are written as they read back; rows of a checkpoint that was not done are dropped."""
+    (tmp_path / "length.yaml").write_text(f"factors: {factors}\nscalings: [linrope.LinearScaling]\n")
+    call, out = ["--config", str(tmp_path / "length.yaml")], tmp_path / "out"
+    assert measure(experiment, out, given=("--runs", "runs"), base=call) == 0
+    whole = (out / "length.csv").read_text()
+    (out / "length.csv").write_text(
+        whole + "".join(line.replace("/none/", "/late/") for line in _of("none", whole.splitlines(True)))
+    )
+    capsys.readouterr()
+    assert measure(experiment, out, given=("--runs", "runs"), base=call) == 0
+    assert capsys.readouterr().out.count("already measured") == 2
+
+
+ENTRIES = {
+    "nothing": None,
+    "a word": "sha256 rows_sha256",
+    "a list": ["sha256", "rows_sha256"],
+    "no sum of the checkpoint": {"rows_sha256": ""},
+    "no sum of the rows": {"sha256": ""},
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_damaged_length_json_gets_one_message(entry, experiment, measured, tmp_path, capsys):
+    out = shutil.copytree(measured, tmp_path / "out")
+    content = json.loads((out / "length.json").read_text())
+    name = next(iter(content["checkpoints"]))
+    content["checkpoints"][name] = ENTRIES[entry]
+    (out / "length.json").write_text(json.dumps(content))
+    assert measure(experiment, out) == 1
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: {out}/length.json is not what this command writes (no ")
+    assert f"of {name} in it" in message
+    assert message.count("\n") == 1
+    assert message.endswith(f"choose another --out, or delete {out}\n")
 
 
 @pytest.mark.slow
@@ -552,7 +649,7 @@ def test_lines_are_means_and_bands_their_intervals():
     assert {title for title, _ in axes} == {"elu, before", "soft, rotary"}
     for (title, xlabel), axis in axes.items():
         lines = {line.get_label(): line for line in axis.lines if not line.get_label().startswith("_")}
-        beside = ["none (nothing to scale)"] if title.startswith("elu") else []
+        beside = ["none (not scaled)"] if title.startswith("elu") else []
         assert list(lines) == ["as trained", "YaRN", *beside]
         ranges = [(0, 16), (0, 32), (0, 64)] if xlabel == "bytes of a window" else bins(16, 64)
         for label, line in lines.items():
@@ -586,6 +683,93 @@ def test_without_scalings_a_family_has_one_panel():
     arms = {"elu, none": ["none"], "elu, before": ["none"], "soft, rotary": ["none"], "other": ["none"]}
     found = {name: [label for label, _ in lines] for name, lines in plot.panels(rows_of(arms)).items()}
     assert found == {"elu": ["none", "before"], "soft": ["rotary"], "other": ["other"]}
+
+
+def means(axis) -> dict[str, list[float]]:
+    return {line.get_label(): list(line.get_ydata()) for line in axis.lines if not line.get_label().startswith("_")}
+
+
+def test_scalings_are_drawn_where_the_network_as_trained_is_missing():
+    """So fine-tuning leaves it: the unscaled diverged, the scaled did not."""
+    axes = plot.figure(rows_of({"elu, none": ["none"], "elu, before": ["YaRN"]}, seeds=1), "").axes
+    assert [axis.get_title() for axis in axes] == ["elu, before"] * 2
+    assert list(means(axes[0])) == ["YaRN", "none (not scaled)"]
+    assert means(axes[0])["YaRN"] == [bpc_of("YaRN", 0, 0, end) for end in (16, 32, 64)]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("seeds", [[0], [1], [0, 1]])
+@pytest.mark.parametrize("bpc", [math.nan, math.inf])
+def test_what_is_not_finite_is_a_gap(bpc, seeds):
+    """Of one of two seeds or of both, in the longest window and all its bins; the others are drawn as without it."""
+    rows = [
+        replace(row, bpc=bpc) if row.seed in seeds and row.scaling == "YaRN" and row.window == 64 else row
+        for row in rows_of(ARMS, seeds=2)
+    ]
+    drawn, whole = plot.figure(rows, "").axes, plot.figure(rows_of(ARMS, seeds=2), "").axes
+    for axis, before in zip(drawn, whole, strict=True):
+        finite = 2 if axis.get_xlabel() == "bytes of a window" else 0
+        expected = means(before)
+        expected["YaRN"] = [*expected["YaRN"][:finite], *[bpc] * len(expected["YaRN"][finite:])]
+        assert means(axis).keys() == expected.keys()
+        for label, heights in means(axis).items():
+            np.testing.assert_array_equal(heights, expected[label])
+        assert np.isfinite(axis.get_ylim()).all()
+        assert ("↑" in [text.get_text() for text in axis.texts]) == (bpc == math.inf)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("bpc", [math.nan, math.inf])
+def test_the_table_says_what_is_not_finite(bpc, tmp_path, capsys):
+    rows = rows_of({"soft, rotary": ["YaRN"]}, seeds=2)
+    rows = [replace(row, bpc=bpc) if row.seed == 1 and row.window == 64 else row for row in rows]
+    (tmp_path / "length.csv").write_text(rows_as_csv(rows))
+    (tmp_path / "length.json").write_text(DATA)
+    assert plot.main([str(tmp_path)]) == 0
+    assert table(rows) in (printed := capsys.readouterr().out)
+    cells = [f"{np.mean([bpc_of('YaRN', seed, 0, end) for seed in range(2)]):.3f} ± " for end in (16, 32)]
+    assert f"| soft, rotary | YaRN |  | 2 | {cells[0]}" in printed
+    assert f" | {cells[1]}" in printed
+    assert f" | {bpc} | " in printed
+
+
+DATA = json.dumps({"data": {"name": "text", "bytes": 300}, "settings": {"split": "validation"}})
+
+
+@pytest.mark.parametrize("view", ["bytes of a window", "position in the longest window, up to"])
+def test_without_bins_or_totals_the_other_is_drawn(view):
+    rows = [row for row in rows_of(ARMS) if row.is_total == (view == "bytes of a window")]
+    whole = {(axis.get_title(), axis.get_xlabel()): means(axis) for axis in plot.figure(rows_of(ARMS), "").axes}
+    axes = plot.figure(rows, "").axes
+    assert [axis.get_title() for axis in axes] == ["elu, before", "soft, rotary"]
+    assert [means(axis) for axis in axes] == [whole[axis.get_title(), view] for axis in axes]
+
+
+@pytest.mark.filterwarnings("error")
+def test_states_of_training_and_arms_without_windows_are_left_out(tmp_path):
+    tuned = [replace(row, finetune_steps=2, bpc=math.nan) for row in rows_of(ARMS)]
+    alone = [row for row in rows_of({"other, carried": ["none"]}) if row.evaluation == "stream"]
+    paths = plot.draw([*rows_of(ARMS), *alone, *tuned], tmp_path / "reach")
+    assert [path.name for path in paths] == ["reach.png", "reach.svg"]
+    assert "carried" not in (tmp_path / "reach.svg").read_text()
+
+
+NOTHING = {
+    "not finite": lambda rows: [replace(row, bpc=math.nan) for row in rows],
+    "only streams": lambda rows: [row for row in rows if row.evaluation == "stream"],
+}
+
+
+@pytest.mark.parametrize("case", NOTHING)
+def test_nothing_to_draw_gets_one_message(case, tmp_path, capsys):
+    rows = NOTHING[case](rows_of(ARMS))
+    (tmp_path / "length.csv").write_text(rows_as_csv(rows))
+    (tmp_path / "length.json").write_text(DATA)
+    assert plot.main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "error: nothing to draw: no bpc of windows is there and finite\n"
+    with pytest.raises(RunError, match="nothing to draw"):
+        plot.figure(rows, "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["length.csv", "length.json"]
 
 
 def test_one_seed_has_no_interval():

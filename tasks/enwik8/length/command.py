@@ -65,7 +65,7 @@ def _run(options: Any) -> None:
     plan = Plan(
         split=options.split,
         max_bytes=options.max_bytes,
-        factors=tuple(sorted(set(options.factors))),
+        factors=tuple(sorted({float(factor) for factor in options.factors})),
         scalings=tuple(find_scalings(options.scalings)),
         finetune_steps=options.finetune_steps,
         finetune_factor=options.finetune_factor,

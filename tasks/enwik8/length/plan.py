@@ -37,7 +37,7 @@ class Plan:
         factors: Lengths of windows over the trained one, ascending.
         scalings: Of the rotation; without one is measured always.
         finetune_steps: Optimizer steps after which all is measured once more; 0: it is not.
-        finetune_factor: Length of the windows of these steps over the trained one.
+        finetune_factor: Length of the windows of these steps over the trained one; of no meaning without steps, as their rate.
         finetune_learning_rate: Their peak rate; None: a tenth of the run's.
 
     Raises:
@@ -55,15 +55,19 @@ class Plan:
     def __post_init__(self) -> None:
         if not self.factors:
             raise RunError("--factors needs at least one length, as a multiple of the trained one")
-        for name, factors in (("factors", self.factors), ("finetune_factor", (self.finetune_factor,))):
-            if min(factors) < 1:
+        for name, factors in (("factors", self.factors), ("finetune_factor", self._finetune_factors)):
+            if factors and min(factors) < 1:
                 raise RunError(f"--{name} must be at least 1, the trained length, got {min(factors):g}")
         if self.max_bytes is not None and self.max_bytes < 2:
             raise RunError(f"--max_bytes must be at least 2, one to see and one to predict, got {self.max_bytes}")
         if self.finetune_steps < 0:
             raise RunError(f"--finetune_steps must not be negative, got {self.finetune_steps}")
-        if self.finetune_learning_rate is not None and not self.finetune_learning_rate > 0:
+        if self.finetune_steps and self.finetune_learning_rate is not None and not self.finetune_learning_rate > 0:
             raise RunError(f"--finetune_learning_rate must be positive, got {self.finetune_learning_rate:g}")
+
+    @property
+    def _finetune_factors(self) -> tuple[float, ...]:
+        return (self.finetune_factor,) if self.finetune_steps else ()
 
     def windows(self, trained: int) -> dict[float, int]:
         """Bytes of the windows, by factor.
@@ -71,7 +75,7 @@ class Plan:
         Raises:
             RunError: One is no whole number.
         """
-        for factor in (*self.factors, self.finetune_factor):
+        for factor in (*self.factors, *self._finetune_factors):
             if factor * trained % 1:
                 raise RunError(f"{factor:g} times the trained length of {trained} is no whole number of bytes")
         return {factor: int(factor * trained) for factor in self.factors}
@@ -90,6 +94,7 @@ class Plan:
             )
 
     def settings(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """All of it that matters, as plain values."""
         paths = [f"{kind.__module__}.{kind.__qualname__}" for kind in self.scalings]
-        return {**vars(self), "factors": list(self.factors), "scalings": paths}
+        unused = {} if self.finetune_steps else {"finetune_factor": None, "finetune_learning_rate": None}
+        return {**vars(self), "factors": list(self.factors), "scalings": paths, **unused}
