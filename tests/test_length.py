@@ -591,6 +591,26 @@ def test_finetuning_is_the_runs_own_training_with_longer_windows(more, experimen
         assert not torch.equal(value, before[name]) or "norm.bias" in name
 
 
+@pytest.mark.parametrize(
+    ("line", "got"),
+    [
+        ("scalings: linrope.YaRN", "'linrope.YaRN'"),
+        ("scalings: null", "None"),
+        ("factors: 2", "2"),
+        ("factors:", "None"),
+        ("runs: runs/length", "'runs/length'"),
+        ("ckpt: last.ckpt", "'last.ckpt'"),
+    ],
+)
+def test_one_value_in_a_file_where_a_list_is_expected_is_refused(line, got, tmp_path, capsys):
+    (tmp_path / "length.yaml").write_text(f"finetune_steps: 1\n{line}\n")
+    with pytest.raises(SystemExit, match="2"):
+        parser().parse_args(["--config", str(tmp_path / "length.yaml")])
+    name = line.partition(":")[0]
+    expected = f"error: {name} expects a list, as in {name}: [...], got {got}"
+    assert capsys.readouterr().err.splitlines()[-1] == expected
+
+
 def test_the_shipped_settings_are_understood():
     options = parser().parse_args(["--runs", "runs/length", "--config", "configs/length.yaml"])
     assert [kind.__name__ for kind in find_scalings(options.scalings)] == [
