@@ -766,6 +766,17 @@ def test_without_bins_or_totals_the_other_is_drawn(view):
 
 
 @pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("bpc", [math.nan, math.inf])
+def test_shorter_windows_are_drawn_where_nothing_is_finite_in_the_longest(bpc):
+    axes = plot.figure([replace(row, bpc=bpc) if row.window == 64 else row for row in rows_of(ARMS)], "").axes
+    assert [axis.get_xlabel() for axis in axes] == ["bytes of a window"] * 2
+    for axis in axes:
+        expected = [np.mean([bpc_of("YaRN", seed, 0, end) for seed in range(3)]) for end in (16, 32)]
+        np.testing.assert_allclose(means(axis)["YaRN"], [*expected, bpc], rtol=1e-12)
+        assert np.isfinite(axis.get_ylim()).all()
+
+
+@pytest.mark.filterwarnings("error")
 def test_states_of_training_and_arms_without_windows_are_left_out(tmp_path):
     tuned = [replace(row, finetune_steps=2, bpc=math.nan) for row in rows_of(ARMS)]
     alone = [row for row in rows_of({"other, carried": ["none"]}) if row.evaluation == "stream"]
