@@ -591,6 +591,26 @@ def test_finetuning_is_the_runs_own_training_with_longer_windows(more, experimen
         assert not torch.equal(value, before[name]) or "norm.bias" in name
 
 
+@pytest.mark.parametrize(
+    ("line", "got"),
+    [
+        ("scalings: linrope.YaRN", "'linrope.YaRN'"),
+        ("scalings: null", "None"),
+        ("factors: 2", "2"),
+        ("factors:", "None"),
+        ("runs: runs/length", "'runs/length'"),
+        ("ckpt: last.ckpt", "'last.ckpt'"),
+    ],
+)
+def test_one_value_in_a_file_where_a_list_is_expected_is_refused(line, got, tmp_path, capsys):
+    (tmp_path / "length.yaml").write_text(f"finetune_steps: 1\n{line}\n")
+    with pytest.raises(SystemExit, match="2"):
+        parser().parse_args(["--config", str(tmp_path / "length.yaml")])
+    name = line.partition(":")[0]
+    expected = f"error: {name} expects a list, as in {name}: [...], got {got}"
+    assert capsys.readouterr().err.splitlines()[-1] == expected
+
+
 def test_the_shipped_settings_are_understood():
     options = parser().parse_args(["--runs", "runs/length", "--config", "configs/length.yaml"])
     assert [kind.__name__ for kind in find_scalings(options.scalings)] == [
@@ -743,6 +763,17 @@ def test_without_bins_or_totals_the_other_is_drawn(view):
     axes = plot.figure(rows, "").axes
     assert [axis.get_title() for axis in axes] == ["elu, before", "soft, rotary"]
     assert [means(axis) for axis in axes] == [whole[axis.get_title(), view] for axis in axes]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("bpc", [math.nan, math.inf])
+def test_shorter_windows_are_drawn_where_nothing_is_finite_in_the_longest(bpc):
+    axes = plot.figure([replace(row, bpc=bpc) if row.window == 64 else row for row in rows_of(ARMS)], "").axes
+    assert [axis.get_xlabel() for axis in axes] == ["bytes of a window"] * 2
+    for axis in axes:
+        expected = [np.mean([bpc_of("YaRN", seed, 0, end) for seed in range(3)]) for end in (16, 32)]
+        np.testing.assert_allclose(means(axis)["YaRN"], [*expected, bpc], rtol=1e-12)
+        assert np.isfinite(axis.get_ylim()).all()
 
 
 @pytest.mark.filterwarnings("error")

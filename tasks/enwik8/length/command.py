@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import yaml
 from jsonargparse import ArgumentParser
 
 from plots.length_rows import LengthRow
@@ -24,7 +26,7 @@ from tasks.locks import alone
 
 def parser() -> ArgumentParser:
     """Arguments of the command."""
-    parser = ArgumentParser(
+    parser = _Parser(
         prog="python -m tasks.enwik8 length",
         description="Measure how far trained networks reach past their trained window.",
         allow_abbrev=False,
@@ -45,6 +47,19 @@ def parser() -> ArgumentParser:
     add("--device", type=str, default="cpu", help="where to compute")
     add("--out", type=str, default="length", metavar="FOLDER", help="gets length.csv and length.json")
     return parser
+
+
+class _Parser(ArgumentParser):
+    """Refuses a YAML file that gives one value, or none, where a list is expected."""
+
+    def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Any:
+        given: Any = None
+        with suppress(yaml.YAMLError):  # of which parsing then says more
+            given = yaml.safe_load(content)
+        for name in [action.dest for action in self._actions if action.nargs in ("+", "*")]:
+            if isinstance(given, dict) and not isinstance(given.get(name, []), list):
+                self.error(f"{name} expects a list, as in {name}: [...], got {given[name]!r}")
+        return super().parse_string(content, *args, **kwargs)
 
 
 def main(arguments: Sequence[str]) -> int:
