@@ -214,6 +214,8 @@ ROTATIONS: dict[str, Callable[[], Rotation]] = {
     "axial": partial(AxialRotary, 3),
     "axial-half": partial(AxialRotary, 3, pairing="half"),
 }
+# One of each kind is tried in every run, the others where there is time.
+CORE_ROTATIONS = ("interleaved", "half", "bases", "dynamic-NTK", "YaRN", "learned-heads", "axial")
 DYNAMIC = [name for name, make in ROTATIONS.items() if make().is_dynamic]
 
 

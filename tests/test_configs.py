@@ -79,7 +79,7 @@ ARMS = {
     for arm in read_plan(ROOT / source).arms
 }
 # Every overlay takes its step above; that each goes with each placement takes longer.
-SLOW = [arm for arm in ARMS if arm.startswith(("feature_maps: ", "positions: "))]
+SLOW = [arm for arm in ARMS if arm.startswith(("feature_maps: ", "positions: ", "length: ", "short_conv: "))]
 
 
 @pytest.mark.parametrize("arm", [pytest.param(arm, marks=pytest.mark.slow if arm in SLOW else ()) for arm in ARMS])

@@ -36,7 +36,10 @@ ROTATIONS = {
     "XPos": lambda: XPos(100.0, scale_base=8.0),
     "XPos-half": lambda: XPos(100.0, fraction=0.5, pairing="half", scale_base=8.0),
 }
-every_rotation = pytest.mark.parametrize("name", ROTATIONS)
+# The others where there is time.
+every_rotation = pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in ("interleaved", "XPos") else pytest.mark.slow) for n in ROTATIONS]
+)
 both_placements = pytest.mark.parametrize("placement", ["numerator", "both"])
 with_scales = pytest.mark.parametrize("scaled", [False, True])
 every_path = pytest.mark.parametrize(
@@ -230,8 +233,10 @@ def test_a_training_step_goes_on_from_a_state_of_inference(placement):
     close(output, layer(x)[:, 5:], 1e-10)
 
 
-@both_placements
-@pytest.mark.parametrize("rotary", [None, Rotary(), XPos()], ids=["none", "Rotary", "XPos"])
+@pytest.mark.parametrize("placement", ["numerator", pytest.param("both", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "rotary", [pytest.param(None, marks=pytest.mark.slow), pytest.param(Rotary(), marks=pytest.mark.slow), XPos()]
+)
 def test_exported_for_any_length(placement, rotary):
     layer = LinearAttention(8, 2, rotary=rotary, decay=RetNetDecay(), decay_placement=placement).eval()
     length = {1: torch.export.Dim("n", min=2, max=4096)}

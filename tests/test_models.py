@@ -6,8 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from linrope import ByteTransformer, FavorPlus, LinearAttention, Rotary, SoftmaxAttention, rotary
+from linrope import ByteTransformer, FavorPlus, LinearAttention, Rotary, Rotation, SoftmaxAttention
 from linrope.models import sample, sinusoids
+from linrope.rotary import kept
 from tests.cases import MAPS, PLACEMENTS, attention_options, close, mostly_slow, randn
 
 ATTENTIONS = {
@@ -529,9 +530,9 @@ def test_generation_keeps_no_graph():
 @pytest.mark.parametrize("attention", ["EluPlusOne-numerator", "EluPlusOne-before", "softmax"])
 def test_turns_are_made_once_for_all_layers_and_steps(attention, monkeypatch):
     made = []
-    make_turns = rotary._make_turns
-    monkeypatch.setattr(rotary, "_make_turns", lambda *args: made.append(args[1]) or make_turns(*args))
-    rotary._first_turns.cache_clear()
+    make_turns = Rotation._make
+    monkeypatch.setattr(Rotation, "_make", lambda *args: made.append(1) or make_turns(*args))
+    monkeypatch.setattr(kept, "_tables", ())
     model = make(attention, num_layers=3)
     for _ in range(2):
         model(some_bytes(2, N)).sum().backward()

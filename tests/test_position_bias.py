@@ -341,7 +341,7 @@ def test_a_shift_of_all_positions_changes_nothing(name, rotated, causal, shift):
 @pytest.mark.parametrize("n", [33, pytest.param(65, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in ("ALiBi", "T5Bias") else pytest.mark.slow) for name in POSITION_BIASES],
+    [pytest.param(name, marks=[] if name == "T5Bias" else pytest.mark.slow) for name in POSITION_BIASES],
 )
 def test_compiled_equals_eager(name, n):
     torch.compiler.reset()

@@ -29,14 +29,19 @@ from linrope import (
 from linrope.rotary import half_order, kept
 from linrope.rotary import rotation as rotation_module
 from tasks.optimizers import split_parameters
-from tests.cases import CAUSAL_PATHS, DYNAMIC, PATHS, ROTATIONS, close, randn, true_turn, truth
+from tests.cases import CAUSAL_PATHS, CORE_ROTATIONS, DYNAMIC, PATHS, ROTATIONS, close, randn, true_turn, truth
 
 B, H, N, M, E = 2, 3, 13, 8, 5
 FAR = torch.cat((torch.arange(4097), torch.tensor([65_536, 2**20])))
 STREAMED = [name for name in ROTATIONS if name not in DYNAMIC]
 
-every_rotation = pytest.mark.parametrize("name", ROTATIONS)
-every_streamed = pytest.mark.parametrize("name", STREAMED)
+
+def mostly_slow(names):
+    return [pytest.param(name, marks=[] if name in CORE_ROTATIONS else pytest.mark.slow) for name in names]
+
+
+every_rotation = pytest.mark.parametrize("name", mostly_slow(ROTATIONS))
+every_streamed = pytest.mark.parametrize("name", mostly_slow(STREAMED))
 # One path of each kind; tests/test_attention.py goes them all.
 KINDS_OF_PATH = ("native", "native-noncausal", "chunked-3", "reference")
 few_paths = pytest.mark.parametrize("path", [p for p in PATHS if p.name in KINDS_OF_PATH], ids=lambda path: path.name)
