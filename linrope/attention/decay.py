@@ -98,7 +98,7 @@ def decayed(
     turned = dict(zip(("query", "key"), inputs.rotated(), strict=True))
     parts = (
         inputs._replace(**turned, rotary=None),
-        inputs._replace(value=torch.ones_like(inputs.value[..., :1]), rotary=None),
+        inputs._replace(value=inputs.value.new_ones(*inputs.value.shape[:3], 1), rotary=None),
     )
     if rates is not None and _is_traced():  # float64 takes exponents in one block that float32 takes in many
         parts = tuple(
