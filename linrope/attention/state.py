@@ -16,6 +16,8 @@ NO_KEY = torch.finfo(torch.float32).min
 class State(NamedTuple):
     """The running sums of causal linear attention: constant in size, float32 or wider.
 
+    Where attention forgets with distance, each key counts as much as it does for its last one, before ``position``.
+
     Attributes:
         kv: Σ_s R_s φ(k_s) v_sᵀ exp(-log_scale).
         key_sum: Σ_s φ(k_s) exp(-log_scale), never rotated.
